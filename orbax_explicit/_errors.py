@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 _LEAVES_SHOWN = 5
 
@@ -33,6 +34,7 @@ class Problem:
         affects: Paths of the leaves that are affected, in tree order.
         of: How many leaves there are in all; 0 where no leaf is concerned.
         fix: What the caller can do.
+        about: Whether it is a mesh that does not fit, or something else.
     """
 
     could_not: str
@@ -41,6 +43,7 @@ class Problem:
     affects: tuple[str, ...] = ()
     of: int = 0
     fix: str = ""
+    about: Literal["mesh", "leaf"] = "leaf"
 
     def __str__(self) -> str:
         lines = [self.could_not]

@@ -11,11 +11,12 @@ that are broken.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -241,8 +242,8 @@ class ArrayRecord:
         if isinstance(self.sharding, NamedShardingRecord):
             if len(self.sharding.spec.partitions) > len(self.shape):
                 wrong.append(f"spec {self.sharding.spec} has more entries than shape {self.shape} has dimensions")
-            if not self.committed:
-                wrong.append("an array on a mesh is always committed")
+            if not self.committed and self.sharding.mesh.size > 1:
+                wrong.append("an array on several devices is always committed")
         _raise_if(wrong)
 
     @property
@@ -433,18 +434,24 @@ class Inventory:
         return f"{plural(self.device_count, f'{self.platform} device')}, {plural(self.process_count, 'process')}"
 
 
+Scope: TypeAlias = Literal["tree", "arrays"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything that is recorded about one saved tree.
 
     Attributes:
         tree: Containers and leaves.
+        scope: `"tree"` where the whole tree was recorded; `"arrays"` where a type handler saw its `jax.Array`s alone,
+            so that `tree` has these and their paths, and no other leaf or container of it is certain.
         inventory: The devices of the run that saved it; None in a stock checkpoint.
         writer: Names and versions of the software that wrote it, as pairs.
         notes: What could not be read of a stock checkpoint's layout, each a sentence; never on the wire.
     """
 
     tree: Tree
+    scope: Scope = "tree"
     inventory: Inventory | None = None
     writer: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
@@ -488,6 +495,14 @@ def iterate_containers(tree: Tree, prefix: LeafPath = ()) -> Iterator[tuple[Leaf
         yield prefix, tree
         for key, child in zip(tree.keys, tree.children, strict=True):
             yield from iterate_containers(child, (*prefix, key))
+
+
+def replace_leaves(tree: Tree, leaf: Callable[[LeafPath, LeafRecord], LeafRecord], path: LeafPath = ()) -> Tree:
+    """The same containers, with `leaf(path, old)` at each leaf."""
+    if not isinstance(tree, ContainerRecord):
+        return leaf(path, tree)
+    children = (replace_leaves(c, leaf, (*path, k)) for k, c in zip(tree.keys, tree.children, strict=True))
+    return dataclasses.replace(tree, children=tuple(children))
 
 
 def partition_axes(partition: Partition) -> tuple[str, ...]:
