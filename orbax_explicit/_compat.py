@@ -1,0 +1,128 @@
+"""Every branch on a JAX or Orbax version, and every private upstream name.
+
+Each entry says why it is here and when it can go. Nothing else in the package asks for a version or imports
+from an `_src` module; `tests/test_compat.py` fails with a sentence when upstream moves one of these.
+
+Orbax is imported inside the functions, so that the modules that only know JAX do not import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+
+from orbax_explicit._records import ReductionKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+# --- JAX -------------------------------------------------------------------------------------------------------
+
+_UNREDUCED_KIND = getattr(jax.sharding, "UnreducedKind", None)
+
+
+def partition_spec(
+    partitions: Iterable[Any],
+    *,
+    unreduced: Iterable[str] = (),
+    reduced: Iterable[str] = (),
+    unreduced_kind: ReductionKind | None = None,
+) -> jax.sharding.PartitionSpec:
+    """A `PartitionSpec` with its pending reductions.
+
+    `unreduced_kind` came with jax 0.11: before, the only kind was a sum. The branch goes when that is the oldest
+    supported release.
+
+    Raises:
+        ValueError: The kind is not a sum and this JAX knows no other.
+    """
+    extra: dict[str, Any] = {}
+    if unreduced := frozenset(unreduced):
+        extra["unreduced"] = unreduced
+        if _UNREDUCED_KIND is not None:
+            extra["unreduced_kind"] = _UNREDUCED_KIND[unreduced_kind or "sum"]
+        elif unreduced_kind not in (None, "sum"):
+            raise ValueError(f"jax {jax.__version__} has no reduction of kind {unreduced_kind!r}")
+    if reduced := frozenset(reduced):
+        extra["reduced"] = reduced
+    return jax.sharding.PartitionSpec(*partitions, **extra)
+
+
+def unreduced_kind(spec: jax.sharding.PartitionSpec) -> ReductionKind | None:
+    """The pending reduction of a spec; None where nothing is unreduced. Goes together with `partition_spec`'s branch."""
+    if not spec.unreduced:
+        return None
+    kind = getattr(spec, "unreduced_kind", None)
+    return cast(ReductionKind, kind.name) if kind is not None else "sum"
+
+
+# --- Orbax -----------------------------------------------------------------------------------------------------
+
+
+def array_metadata_store() -> Any:
+    """Orbax's store of `array_metadatas/process_N`, without which it neither saves nor restores PRNG keys.
+
+    Orbax gives it to the array handler of its own registry and exports no name for it. Goes when a handler that
+    is made by its public constructor has one.
+    """
+    from orbax.checkpoint._src.metadata import array_metadata_store as store
+
+    return store.Store()
+
+
+def array_write_spec(
+    info: ocp.type_handlers.ParamInfo,
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    save_dtype: Any,
+    prng_impl: str | None,
+) -> tuple[dict[str, Any], Any]:
+    """The TensorStore spec, and Orbax's metadata, of an array that one process writes whole.
+
+    Orbax's own builder, so that the array lies where, and is described as, every other array of the checkpoint.
+    A chunk covers the whole array; a dimension of size 0 gets a chunk of size 1, since Zarr has none of size 0.
+    Goes when TensorStore specs are built by this package.
+
+    Args:
+        info: Name, directory and options of the array.
+        shape: Shape of what is stored.
+        dtype: Dtype of the value at hand.
+        save_dtype: Dtype to store it in; None for the same.
+        prng_impl: PRNG implementation of the keys whose data this is; None for an ordinary array.
+
+    Returns:
+        The spec, and an `ArrayMetadata` for `array_metadata_store().write`.
+    """
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.metadata import array_metadata
+    from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
+
+    use_ocdbt = bool(info.is_ocdbt_checkpoint)
+    spec = tensorstore_utils.build_array_write_spec(
+        info,
+        ocp.SaveArgs(dtype=save_dtype),
+        global_shape=shape,
+        local_shape=tuple(max(1, n) for n in shape),
+        dtype=dtype,
+        use_ocdbt=use_ocdbt,
+        process_index=ocdbt_utils.get_process_index_for_subdir(use_ocdbt),
+        ext_metadata={array_metadata.RANDOM_KEY_IMPL: prng_impl} if prng_impl is not None else None,
+    )
+    return spec.json, spec.metadata
+
+
+def record_as_stock(handler: type[ocp.CheckpointHandler]) -> None:
+    """Makes a handler class go by the type string of stock's `StandardCheckpointHandler` in `_CHECKPOINT_METADATA`.
+
+    A stock `CheckpointManager` looks the string up to restore a step without being told how; ours would be unknown
+    where this package is not imported. Two classes cannot be registered under one string, hence this is called after
+    the handler's arguments have been registered. Goes when Orbax lets a checkpoint name a fallback.
+    """
+    import orbax.checkpoint as ocp
+
+    stock = ocp.StandardCheckpointHandler.typestr()
+    handler.typestr = classmethod(lambda cls: stock)  # type: ignore[method-assign, assignment]  # the whole point

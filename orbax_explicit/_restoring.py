@@ -1,0 +1,152 @@
+"""The one road that every restore takes: manifest + target + what is here -> plan -> bound plan.
+
+The v0 handler, the array handler under `register` and `plan_restore` all come through here, so that what is
+executed is what would have been printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import Mesh, Sharding
+
+from orbax_explicit._binding import Present, bind_plan, read_present
+from orbax_explicit._capture import CapturedTarget, LeafRecorder, record_target
+from orbax_explicit._containers import container_notes
+from orbax_explicit._plan import RestorePlan
+from orbax_explicit._planning import plan_from_records
+from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._records import LeafPath, Manifest
+from orbax_explicit._sidecar import read_manifest
+
+PyTree: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundPlan:
+    """A plan that is ready to be executed.
+
+    Attributes:
+        plan: The plan.
+        shardings: Where each leaf lands, by its path in the result: an `UncommittedSharding` for an uncommitted
+            array, None for a value on the host.
+        target: The target; None for none.
+    """
+
+    plan: RestorePlan
+    shardings: Mapping[LeafPath, Sharding | None]
+    target: CapturedTarget | None
+
+
+def _make_plan(
+    manifest: Manifest,
+    present: Present,
+    *,
+    target: CapturedTarget | None = None,
+    mesh: Mesh | None = None,
+    policy: RestorePolicy | None = None,
+    strict: bool = True,
+    has_fallback: bool = False,
+) -> RestorePlan:
+    """Plans a restore with what JAX says.
+
+    Args:
+        manifest: What was recorded.
+        present: What is here now.
+        target: The tree to restore into; None for the recorded one.
+        mesh: The mesh to place recorded specs on; None for the one that the order of `_planning` finds.
+        policy: The caller's choices.
+        strict: Whether a target's shape must be the saved one.
+        has_fallback: Whether there is a sharding for arrays whose recorded mesh does not fit.
+    """
+    recorder = LeafRecorder()
+    plan = plan_from_records(
+        manifest,
+        target.records if target is not None else None,
+        present.inventory,
+        policy,
+        mesh=recorder.mesh(mesh) if mesh is not None else None,
+        context=recorder.mesh(present.context) if present.context is not None else None,
+        strict=strict,
+        has_fallback=has_fallback,
+    )
+    if target is not None:
+        return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *container_notes(manifest.tree)))
+
+
+def bind_restore(
+    manifest: Manifest,
+    present: Present,
+    *,
+    target: PyTree = None,
+    mesh: Mesh | None = None,
+    policy: RestorePolicy | None = None,
+    strict: bool = True,
+    fallback: Sharding | None = None,
+) -> BoundPlan:
+    """Plans a restore and binds the plan to the present devices.
+
+    Args:
+        manifest: What was recorded.
+        present: What is here now.
+        target: The tree to restore into; None for the recorded one.
+        mesh: The mesh to place recorded specs on.
+        policy: The caller's choices.
+        strict: Whether a target's shape must be the saved one.
+        fallback: The sharding of arrays whose recorded mesh does not fit, as in `ocp.args.StandardRestore`.
+
+    Raises:
+        RestoreRefusedError: Something cannot be done; lists every problem.
+    """
+    captured = _capture_target(manifest, target)
+    plan = _make_plan(
+        manifest, present, target=captured, mesh=mesh, policy=policy, strict=strict, has_fallback=fallback is not None
+    )
+    plan.raise_if_refused()
+    shardings = bind_plan(plan, present, mesh=mesh, target=captured, fallback=fallback)
+    return BoundPlan(plan=plan, shardings=shardings, target=captured)
+
+
+def plan_restore(
+    path: str | PathLike[str],
+    target: PyTree = None,
+    mesh: Mesh | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    policy: RestorePolicy | None = None,
+) -> RestorePlan:
+    """Says what a restore would do, before any array is read. `print` it.
+
+    Any process may call it; each plans the same. Call it where the restore would be called: the mesh of
+    `jax.set_mesh` counts.
+
+    Args:
+        path: The directory of an item, as for `read_manifest`.
+        target: The tree to restore into; None for the recorded one.
+        mesh: The mesh to place recorded specs on.
+        devices: The devices to restore onto; None for `jax.devices()`.
+        policy: The caller's choices.
+
+    Returns:
+        The plan; `plan.refused` lists everything that could not be done.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        CheckpointLayoutError: What is there is no checkpoint item, or several.
+        FormatError: The record is damaged or from a newer version.
+    """
+    present = read_present(devices)
+    manifest = read_manifest(path)
+    return _make_plan(manifest, present, target=_capture_target(manifest, target), mesh=mesh, policy=policy)
+
+
+def _capture_target(manifest: Manifest, target: PyTree) -> CapturedTarget | None:
+    if target is None:
+        return None
+    impls = {record.prng.impl for record in manifest.arrays.values() if record.prng is not None}
+    return record_target(target, impls)
