@@ -1,0 +1,290 @@
+"""What stock Orbax wrote, read as a `Manifest`.
+
+`read_stock_manifest` reads the item directory of a checkpoint that stock Orbax saved, with its v0 or its v1 API:
+the tree from `_METADATA` (`_stock_tree`), shapes and dtypes from the Zarr metadata of each array, PRNG
+implementations from `array_metadatas/`, layouts from `_sharding` (`_stock_sharding`). It imports neither JAX nor
+Orbax and needs no devices.
+
+What the data needs must be there: a damaged `_METADATA` or Zarr file raises one `FormatError` with everything that
+is wrong. What only the layout needs may be damaged: the arrays then have no sharding, and the manifest's notes say
+why. Stock records neither memory kinds, nor whether an array was committed, nor the platform of a mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import tensorstore as ts
+from etils import epath
+
+from orbax_explicit._errors import FormatError, Problem, RecordError
+from orbax_explicit._records import (
+    ArrayRecord,
+    ContainerRecord,
+    LeafPath,
+    Manifest,
+    PrngRecord,
+    Tree,
+    ValueRecord,
+    ValueType,
+    path_text,
+    plural,
+    storage_name,
+)
+from orbax_explicit._stock_json import UnreadableError, is_text, parse_json_object, read_file, shown
+from orbax_explicit._stock_sharding import parse_sharding_file
+from orbax_explicit._stock_tree import (
+    ARRAY,
+    EMPTY_CONTAINERS,
+    NUMPY,
+    SCALAR,
+    STRING,
+    StockLeaf,
+    StockTree,
+    build_tree,
+    parse_tree_metadata,
+    raise_format_error,
+)
+
+METADATA_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
+
+_ARRAY_METADATA_DIRECTORY = "array_metadatas"
+_OCDBT_MANIFEST = "manifest.ocdbt"
+_MAX_ZARR_METADATA_BYTES = 1 << 20
+_CACHE_BYTES = 64 << 20
+
+# What TensorStore raises, and what a read of the store came to.
+_STORE_ERRORS = (ValueError, OSError, NotImplementedError)
+_Read: TypeAlias = "bytes | Exception | None"
+
+_ZARR2_DTYPE = re.compile(r"[<>|=]([biufc])(\d{1,2})")
+_DTYPE_STEMS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
+_NOT_NUMERIC = frozenset({"byte", "char", "string", "ustring", "json"})
+_NUMBER_TYPES: Mapping[str, ValueType] = {"bool": "bool", "int": "int", "uint": "int", "complex": "complex"}
+
+
+def is_checkpoint_item(directory: epath.Path) -> bool:
+    """Whether Orbax saved a tree at `directory`, with either API: it holds a `_METADATA` file."""
+    return bool((directory / METADATA_FILE).exists())
+
+
+def read_stock_manifest(directory: epath.Path) -> Manifest:
+    """What stock Orbax recorded about the tree at `directory`.
+
+    Args:
+        directory: The directory that holds `_METADATA`: what was passed to `save` of a v0 checkpointer, the item of
+            a step (`<step>/default`), or the `state` directory below what was passed to v1's `save`.
+
+    Raises:
+        FormatError: `_METADATA` is missing or damaged, or the Zarr metadata of arrays is. Lists every problem.
+    """
+    stock = _read_tree_metadata(directory)
+    leaves = _read_leaves(directory, stock)
+    arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, ArrayRecord)}
+    notes: list[str] = []
+    if arrays:
+        arrays = _with_prng(directory, arrays, notes)
+        leaves.update(_with_shardings(directory, arrays, notes))
+    tree, reason = build_tree(leaves, stock.rich_containers)
+    if reason:
+        notes.append(f"the recorded containers are those of plain JSON, for the rich ones cannot be read: {reason}")
+    return Manifest(tree=tree, notes=tuple(notes))
+
+
+def _read_tree_metadata(directory: epath.Path) -> StockTree:
+    try:
+        data = read_file(directory / METADATA_FILE)
+        if data is None:
+            raise UnreadableError("missing")
+        return parse_tree_metadata(data)
+    except UnreadableError as error:
+        raise FormatError(
+            Problem(
+                could_not=f"cannot read a checkpoint whose {METADATA_FILE} is {error}",
+                present=os.fspath(directory),
+                fix="pass the directory of an item that Orbax saved, or restore the file from a copy",
+            )
+        ) from error
+
+
+def _read_leaves(directory: epath.Path, stock: StockTree) -> dict[LeafPath, Tree]:
+    """Every leaf and empty container by its path; arrays without sharding."""
+    file = "zarr.json" if stock.use_zarr3 else ".zarray"
+    use_ocdbt = stock.use_ocdbt
+    if use_ocdbt is None:
+        use_ocdbt = (directory / _OCDBT_MANIFEST).exists()
+    names = dict.fromkeys(storage_name(leaf.path) for leaf in stock.leaves if leaf.value_type in (ARRAY, NUMPY, SCALAR))
+    # A tree that is one leaf has the empty name.
+    keys = [f"{name}/{file}" if name else file for name in names]
+    found = dict(zip(names, _read_store(directory, keys, use_ocdbt), strict=True))
+    leaves: dict[LeafPath, Tree] = {}
+    wrong: dict[str, list[str]] = {}
+    for leaf in stock.leaves:
+        try:
+            leaves[leaf.path] = _parse_leaf(leaf, found.get(storage_name(leaf.path)))
+        except UnreadableError as error:
+            wrong.setdefault(str(error), []).append(path_text(leaf.path))
+    raise_format_error(f"cannot read the shape and dtype of arrays from their {file}", wrong, of=len(stock.leaves))
+    return leaves
+
+
+def _read_store(directory: epath.Path, keys: Sequence[str], use_ocdbt: bool) -> list[_Read]:
+    """What is under each key of the store that holds the arrays, read concurrently; None where nothing is."""
+    path = os.fspath(directory).rstrip("/")
+    base: str | dict[str, str] = f"{path}/"
+    if "://" not in path:
+        base = {"driver": "file", "path": f"{pathlib.Path(path).resolve()}/"}
+    # Without a cache each key would fetch the inner nodes of the OCDBT tree anew.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    try:
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base} if use_ocdbt else base, context=context).result()
+    except _STORE_ERRORS as error:
+        return [error] * len(keys)
+    with ts.Batch() as batch:
+        reads = [store.read(key, batch=batch) for key in keys]
+    results: list[_Read] = []
+    for read in reads:
+        try:
+            result = read.result()
+            results.append(result.value if result.state == "value" else None)
+        except _STORE_ERRORS as error:
+            results.append(error)
+    return results
+
+
+def _parse_leaf(leaf: StockLeaf, zarr: _Read) -> Tree:
+    if leaf.value_type in EMPTY_CONTAINERS:
+        return ContainerRecord(kind=EMPTY_CONTAINERS[leaf.value_type])
+    if leaf.value_type == STRING:
+        return ValueRecord(type="str")
+    shape, dtype = _parse_zarr_metadata(zarr)
+    if leaf.value_type == ARRAY:
+        return ArrayRecord(shape=shape, dtype=dtype)
+    if leaf.value_type == NUMPY:
+        return ValueRecord(type="np.ndarray", shape=shape, dtype=dtype)
+    if shape:
+        raise UnreadableError(f"a scalar has shape {shape}")
+    # Stock gives back a Python number, whatever kind of scalar was saved.
+    stem = re.match(r"[a-z]*", dtype)
+    return ValueRecord(type=_NUMBER_TYPES.get(stem[0] if stem else "", "float"), dtype=dtype)
+
+
+def _parse_zarr_metadata(zarr: _Read) -> tuple[tuple[int, ...], str]:
+    """Shape and name of the dtype, from the metadata of a Zarr array of version 2 or 3."""
+    if zarr is None:
+        raise UnreadableError("missing")
+    if isinstance(zarr, Exception):
+        raise UnreadableError(f"not readable ({shown(str(zarr))})")
+    if len(zarr) > _MAX_ZARR_METADATA_BYTES:
+        raise UnreadableError(f"larger than {_MAX_ZARR_METADATA_BYTES} bytes")
+    metadata = parse_json_object(zarr)
+    shape = metadata.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise UnreadableError(f"no shape but {shown(shape)}")
+    stored = metadata.get("data_type" if metadata.get("zarr_format") == 3 else "dtype")
+    return tuple(size for size in shape if isinstance(size, int)), _dtype_name(stored)
+
+
+def _dtype_name(stored: object) -> str:
+    """NumPy's or ml_dtypes' name of a dtype, from Zarr's: `<f4` of version 2, else the name itself."""
+    name = stored
+    match = _ZARR2_DTYPE.fullmatch(stored) if isinstance(stored, str) else None
+    if match:
+        name = "bool" if match[1] == "b" else f"{_DTYPE_STEMS[match[1]]}{8 * int(match[2])}"
+    try:
+        # TensorStore wrote the array, so it knows the dtype; it must only not be one of texts.
+        if isinstance(name, str) and name not in _NOT_NUMERIC and ts.dtype(name).name == name:
+            return name
+    except (ValueError, TypeError):
+        pass
+    raise UnreadableError(f"unknown dtype {shown(stored)}")
+
+
+def _with_prng(
+    directory: epath.Path, arrays: Mapping[LeafPath, ArrayRecord], notes: list[str]
+) -> dict[LeafPath, ArrayRecord]:
+    """The arrays, those that hold PRNG keys with their implementation and without the dimension of the key data."""
+    implementations: dict[str, object] = {}
+    names = {storage_name(path) for path in arrays}
+    try:
+        # Each process lists every array; a further file is read only for what is still missing.
+        for data in _read_array_metadatas(directory):
+            implementations.update(_parse_array_metadatas(data))
+            if names <= implementations.keys():
+                break
+    except UnreadableError as error:
+        notes.append(f"PRNG keys are taken for plain arrays, for a file in {_ARRAY_METADATA_DIRECTORY} is {error}")
+    result: dict[LeafPath, ArrayRecord] = {}
+    for path, array in arrays.items():
+        result[path] = array
+        implementation = implementations.get(storage_name(path))
+        if implementation is None:
+            continue
+        if is_text(implementation) and array.shape:
+            prng = PrngRecord(impl=implementation, key_shape=array.shape[-1:])
+            result[path] = replace(array, shape=array.shape[:-1], prng=prng)
+        else:
+            reason = f"implementation {shown(implementation)}, shape {array.shape}"
+            notes.append(f"PRNG keys {path_text(path)} are taken for a plain array: {reason}")
+    return result
+
+
+def _read_array_metadatas(directory: epath.Path) -> Iterator[bytes]:
+    """The files of `array_metadatas/` in the order of their processes."""
+    try:
+        files = list((directory / _ARRAY_METADATA_DIRECTORY).glob("process_*"))
+    except OSError as error:
+        raise UnreadableError(f"not readable ({error.strerror or error})") from error
+    for file in sorted(files, key=lambda file: (len(file.name), file.name)):
+        data = read_file(file)
+        if data is not None:
+            yield data
+
+
+def _parse_array_metadatas(data: bytes) -> dict[str, object]:
+    """Storage name -> PRNG implementation, None for an ordinary array."""
+    listed = parse_json_object(data).get("array_metadatas")
+    implementations: dict[str, object] = {}
+    for item in listed if isinstance(listed, list) else [listed]:
+        metadata = item.get("array_metadata") if isinstance(item, dict) else None
+        name = metadata.get("param_name") if isinstance(metadata, dict) else None
+        if not isinstance(metadata, dict) or not isinstance(name, str):
+            raise UnreadableError(f"not a list of arrays but holds {shown(item)}")
+        extra = metadata.get("ext_metadata")
+        implementations[name] = extra.get("random_key_impl") if isinstance(extra, dict) else None
+    return implementations
+
+
+def _with_shardings(
+    directory: epath.Path, arrays: Mapping[LeafPath, ArrayRecord], notes: list[str]
+) -> dict[LeafPath, ArrayRecord]:
+    """The arrays with their recorded shardings; a note for each reason why some have none."""
+    by_name = {storage_name(path): array for path, array in arrays.items()}
+    try:
+        data = read_file(directory / SHARDING_FILE)
+        if data is None:
+            raise UnreadableError("missing")
+        shardings, reasons = parse_sharding_file(data, by_name)
+    except UnreadableError as error:
+        shardings, reasons = {}, dict.fromkeys(by_name, f"the {SHARDING_FILE} file is {error}")
+    result: dict[LeafPath, ArrayRecord] = {}
+    affected: dict[str, list[LeafPath]] = {}
+    for path, array in arrays.items():
+        name = storage_name(path)
+        reason = reasons.get(name, "")
+        try:
+            result[path] = replace(array, sharding=shardings.get(name))
+        except RecordError as error:
+            result[path], reason = array, "; ".join(problem.could_not for problem in error.problems)
+        if reason:
+            affected.setdefault(reason, []).append(path)
+    for reason, paths in affected.items():
+        which = path_text(paths[0]) + (f" and {plural(len(paths) - 1, 'other array')}" if len(paths) > 1 else "")
+        notes.append(f"no recorded layout for {which}: {reason}")
+    return result
