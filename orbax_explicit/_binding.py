@@ -20,8 +20,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 
 from orbax_explicit._capture import CapturedTarget, LeafRecorder, partition_spec_of, record_inventory
 from orbax_explicit._errors import MeshMismatchError, Problem
-from orbax_explicit._plan import AsFallback, AsTarget, OnDevice, OnHost, OnMesh, Outcome, PlannedMesh, RestorePlan, Uncommitted
-from orbax_explicit._planning import same_axes
+from orbax_explicit._mesh_planning import same_axes
+from orbax_explicit._plan import (
+    AsFallback,
+    AsTarget,
+    OnDevice,
+    OnHost,
+    OnMesh,
+    Outcome,
+    PlannedMesh,
+    RestorePlan,
+    Uncommitted,
+)
 from orbax_explicit._records import AxisType, Inventory, LeafPath, MeshRecord, plural
 
 
@@ -51,7 +61,7 @@ class Present:
         """The device with this id; of None the default one."""
         if device_id is not None:
             return next(device for device in self.devices if device.id == device_id)
-        default = jax.config.jax_default_device
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX adds its flags at run time
         return default if isinstance(default, jax.Device) else jax.local_devices()[0]
 
 
@@ -124,9 +134,7 @@ class _Binder:
             case Uncommitted():
                 return UncommittedSharding(self.present.device(None), memory_kind=placement.memory_kind)
             case OnDevice():
-                return SingleDeviceSharding(
-                    self.present.device(placement.device_id), memory_kind=placement.memory_kind
-                )
+                return SingleDeviceSharding(self.present.device(placement.device_id), memory_kind=placement.memory_kind)
             case OnMesh():
                 key = (id(placement.mesh), placement.spec, placement.memory_kind)
                 if key not in self.shardings:

@@ -9,15 +9,18 @@ Nothing here reads ambient state (the context mesh, the present devices); that i
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from orbax_explicit import _compat
+from orbax_explicit._containers import tree_of_paths
 from orbax_explicit._errors import Problem, SaveRefusedError
 from orbax_explicit._planning import TargetRecord
 from orbax_explicit._records import (
@@ -44,6 +47,7 @@ from orbax_explicit._records import (
     path_text,
     storage_name,
 )
+from orbax_explicit._wire_schema import INT_MAX, INT_MIN, MAX_TEXT_NBYTES
 
 PyTree: TypeAlias = Any
 
@@ -51,11 +55,16 @@ MAX_DEPTH = 100
 """Containers within containers that a tree may have; the file format allows a little more."""
 
 STORABLE_DTYPES = frozenset(
-    "bool int4 int8 int16 int32 int64 uint4 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16 "
-    "complex64 complex128 float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
-    "float8_e5m2fnuz".split()
+    {
+        "bool",
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)),
+        *("float16", "float32", "float64", "bfloat16", "complex64", "complex128"),
+        *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
 )
 """Names of the dtypes that both NumPy and TensorStore's Zarr driver hold without loss."""
+
+_ODD_TILDE = re.compile("~(?![01])")
 
 ALLOWED_LEAVES = (
     "jax.Array, numpy.ndarray, NumPy scalars, int, float, bool, complex, str, bytes, None and empty containers"
@@ -124,16 +133,39 @@ def record_tree(tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None)
     """
     walk = _Walk(save_dtypes or {})
     root = walk.record(tree, ())
-    if isinstance(root, ContainerRecord) and root.children == () and not walk.refused:
-        walk.refuse((), Unrecordable("cannot save an empty tree", "save a tree with at least one leaf"))
-    if not isinstance(root, ContainerRecord):
-        walk.refuse((), Unrecordable("cannot save a tree that is a single leaf", "put it into a dict"))
+    if not walk.refused:
+        if not isinstance(root, ContainerRecord):
+            walk.refuse((), Unrecordable("cannot save a tree that is a single leaf", "put it into a dict"))
+        elif not root.children:
+            walk.refuse((), Unrecordable("cannot save an empty tree", "save a tree with at least one leaf"))
+    walk.refuse_shared_names()
+    walk.refuse_text_that_orbax_cannot_address()
+    walk.raise_if_refused()
+    return CapturedTree(manifest=_make_manifest(root, "tree"), values=walk.values)
+
+
+def record_arrays(
+    arrays: Sequence[tuple[LeafPath, jax.Array]], save_dtypes: Mapping[LeafPath, Any] | None = None
+) -> Manifest:
+    """Records arrays that are about to be saved, of a tree that is not seen.
+
+    Called by every process; each records the same.
+
+    Args:
+        arrays: Each array with its path.
+        save_dtypes: The dtype to store an array in, for arrays that are cast while they are saved.
+
+    Raises:
+        SaveRefusedError: An array could not come back as it is. Lists all of them.
+    """
+    walk = _Walk(save_dtypes or {})
+    leaves = {path: walk.record(array, path) for path, array in arrays}
     walk.refuse_shared_names()
     walk.raise_if_refused()
-    return CapturedTree(manifest=make_manifest(root), values=walk.values)
+    return _make_manifest(tree_of_paths(leaves), "arrays")
 
 
-def make_manifest(tree: Tree, scope: Scope = "tree") -> Manifest:
+def _make_manifest(tree: Tree, scope: Scope) -> Manifest:
     """The manifest of a recorded tree: with the devices and the software of this run."""
     return Manifest(tree=tree, scope=scope, inventory=record_inventory(jax.devices()), writer=_writer())
 
@@ -173,6 +205,26 @@ class _Walk:
             if len(paths) > 1:
                 why = _shared_name(name)
                 for path in paths:
+                    self.refuse(path, why)
+
+    def refuse_text_that_orbax_cannot_address(self) -> None:
+        """Orbax keeps text in one JSON file and addresses it by a JSON pointer (RFC 6901) that it makes of the name."""
+        pointers = {}
+        for path, value in self.values.items():
+            if isinstance(value, str):
+                name = storage_name(path)
+                if _ODD_TILDE.search(name):
+                    self.refuse(path, Unrecordable("cannot save a str under a key with '~'", "rename the key"))
+                else:
+                    pointers[tuple(name.split("/"))] = path
+        for pointer, path in pointers.items():
+            for above in (pointers.get(pointer[:i]) for i in range(1, len(pointer))):
+                if above is not None:
+                    why = Unrecordable(
+                        f"cannot save a str at {path_text(path)} beside one at {path_text(above)}: Orbax would take the "
+                        "one for a part of the other",
+                        "use keys without '/'",
+                    )
                     self.refuse(path, why)
 
     def raise_if_refused(self) -> None:
@@ -240,7 +292,21 @@ _KEY_FIX = "use str keys throughout, or int keys throughout"
 def _dict_key(name: Any) -> Key:
     if type(name) not in (str, int):
         raise Unrecordable(f"cannot save a dict key of type {type(name).__name__}", _KEY_FIX)
+    if isinstance(name, int) and not INT_MIN <= name <= INT_MAX:
+        raise Unrecordable("cannot save an int key beyond 64 bits", "use it as a str key")
+    if isinstance(name, str):
+        _check_name(name)
     return Key("dict", name)
+
+
+def _check_name(name: str) -> None:
+    """Orbax and TensorStore hold names as UTF-8; the record limits their length."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise Unrecordable("cannot save a str key with lone surrogates", "use a key that encodes to UTF-8") from None
+    if size > MAX_TEXT_NBYTES:
+        raise Unrecordable(f"cannot save a str key of more than {MAX_TEXT_NBYTES} bytes", "use a shorter key")
 
 
 def _key(key: Any) -> Key:
@@ -249,10 +315,13 @@ def _key(key: Any) -> Key:
     if isinstance(key, jax.tree_util.SequenceKey):
         return Key("index", key.idx)
     if isinstance(key, jax.tree_util.GetAttrKey):
+        _check_name(key.name)
         return Key("attr", key.name)
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         return Key("index", key.key)
-    raise Unrecordable(f"cannot save a tree key of type {type(key).__name__}", "register the node with keys of JAX's own")
+    raise Unrecordable(
+        f"cannot save a tree key of type {type(key).__name__}", "register the node with keys of JAX's own"
+    )
 
 
 def record_path(keypath: Sequence[Any]) -> LeafPath:
@@ -349,10 +418,8 @@ class LeafRecorder:
             spec = partition_spec_of(record.spec)
             rebuilt: jax.sharding.Sharding = NamedSharding(sharding.mesh, spec, memory_kind=record.memory_kind)
         elif isinstance(sharding, SingleDeviceSharding):
-            (device,) = sharding.device_set
-            record = SingleDeviceRecord(
-                device_id=device.id, platform=device.platform, memory_kind=sharding.memory_kind
-            )
+            (device,) = cast(set[jax.Device], sharding.device_set)
+            record = SingleDeviceRecord(device_id=device.id, platform=device.platform, memory_kind=sharding.memory_kind)
             rebuilt = SingleDeviceSharding(device, memory_kind=record.memory_kind)
         else:
             raise Unrecordable(
@@ -419,7 +486,7 @@ def record_prng(value: Any) -> PrngRecord | None:
     Raises:
         Unrecordable: The implementation has no name that `jax.random.wrap_key_data` would take.
     """
-    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     impl = jax.random.key_impl(value)
     if not isinstance(impl, str):
@@ -439,7 +506,7 @@ def _storable_dtype(dtype: Any) -> str:
         raise Unrecordable(
             f"cannot save the foreign byte order of dtype {dtype.str}", "x.astype(x.dtype.newbyteorder('='))"
         )
-    return dtype.name
+    return str(dtype.name)
 
 
 _PYTHON_SCALARS: Mapping[type, ValueType] = {int: "int", float: "float", bool: "bool", complex: "complex"}
@@ -449,7 +516,7 @@ def _value(value: Any, save_dtype: Any) -> ValueRecord:
     cls = type(value)
     if cls in _PYTHON_SCALARS:
         dtype = np.asarray(value).dtype
-        if dtype == object:
+        if dtype.hasobject:
             raise Unrecordable("cannot save an int beyond 64 bits", "save it as str or bytes")
         return ValueRecord(type=_PYTHON_SCALARS[cls], dtype=_storable_dtype(dtype))
     if cls is str:
@@ -514,7 +581,7 @@ def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) 
     if isinstance(leaf, np.ndarray | np.generic):
         value_type: ValueType = "np.ndarray" if isinstance(leaf, np.ndarray) else "np.generic"
         return TargetRecord(shape=shape, dtype=np.dtype(leaf.dtype).name, value_type=value_type)
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         described: dict[str, Any] = {"prng_impl": impls.get(leaf.dtype, str(leaf.dtype))}
     else:
         described = {"dtype": np.dtype(leaf.dtype).name}
@@ -530,7 +597,7 @@ def describe_sharding(sharding: jax.sharding.Sharding, recorder: LeafRecorder) -
     """The fields `sharding` and `concrete` of a `TargetRecord`. An empty abstract mesh counts as no sharding."""
     mesh = getattr(sharding, "mesh", None)
     concrete = not isinstance(mesh, AbstractMesh)
-    if not concrete and mesh.empty:
+    if isinstance(mesh, AbstractMesh) and mesh.empty:
         return {}
     try:
         return {"sharding": recorder.sharding(sharding), "concrete": concrete}

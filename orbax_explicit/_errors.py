@@ -77,9 +77,7 @@ class OrbaxExplicitError(Exception):
     """
 
     def __init__(self, *problems: Problem | str) -> None:
-        self.problems: tuple[Problem, ...] = tuple(
-            Problem(could_not=p) if isinstance(p, str) else p for p in problems
-        )
+        self.problems: tuple[Problem, ...] = tuple(Problem(could_not=p) if isinstance(p, str) else p for p in problems)
         super().__init__(_listing(self.problems))
 
 
@@ -88,7 +86,7 @@ class RecordError(OrbaxExplicitError, ValueError):
 
 
 class FormatError(OrbaxExplicitError, ValueError):
-    """Bytes that are no valid `explicit_sharding.msgpack`: damaged, hostile, or from a newer version."""
+    """Bytes that are no valid record, or no valid metadata of a stock checkpoint: damaged, hostile, or too new."""
 
 
 class CheckpointLayoutError(OrbaxExplicitError, ValueError):

@@ -120,7 +120,9 @@ class OnHost:
 
 Placement: TypeAlias = OnMesh | OnDevice | Uncommitted | AsTarget | AsFallback | OnHost
 
-Rule: TypeAlias = Literal["target", "target's abstract mesh", "recorded", "fallback", "one device", "uncommitted", "host"]
+Rule: TypeAlias = Literal[
+    "target", "target's abstract mesh", "recorded", "fallback", "one device", "uncommitted", "host"
+]
 """Which line of the order decided: the first that applies, as listed."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 

@@ -25,16 +25,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orbax_explicit._errors import Problem
+from orbax_explicit._mesh_planning import MeshPlanner, Refused
 from orbax_explicit._plan import (
     AsFallback,
     AsTarget,
-    MeshSource,
     OnDevice,
     OnHost,
     OnMesh,
     Outcome,
     Placement,
-    PlannedMesh,
     RestorePlan,
     Rule,
     Uncommitted,
@@ -43,7 +42,6 @@ from orbax_explicit._policy import RECORDED, RestorePolicy
 from orbax_explicit._records import (
     UNCONSTRAINED,
     ArrayRecord,
-    AxisType,
     Inventory,
     LeafPath,
     LeafRecord,
@@ -119,13 +117,6 @@ def plan_from_records(
     return _Planner(manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, has_fallback).plan()
 
 
-class _Refused(Exception):
-    """Control flow within this module: a leaf cannot be placed, for this reason."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-
 @dataclass(frozen=True, slots=True)
 class _Decision:
     rule: Rule
@@ -151,28 +142,23 @@ class _Planner:
         self.targets = targets
         self.present = present
         self.policy = policy
-        self.mesh = mesh
-        self.context = context
         self.strict = strict
         self.has_fallback = has_fallback
         self.problems: dict[Problem, list[str]] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
-        self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
-        self.rebuilt: dict[int, PlannedMesh | Problem] = {}
-        self.made_concrete: dict[tuple[int, int], PlannedMesh | Problem] = {}
-        shardings = {id(t.sharding): t for t in (targets or {}).values() if t.sharding is not None}.values()
-        self.target_meshes = tuple(
-            {id(t.sharding.mesh): t for t in shardings if isinstance(t.sharding, NamedShardingRecord)}.values()
-        )
+        self.decided: dict[tuple[int, int, bool], _Decision | Refused] = {}
+        shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
+        meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
+        self.meshes = MeshPlanner(manifest, present, policy, mesh=mesh, context=context, target_meshes=meshes)
 
     def plan(self) -> RestorePlan:
         outcomes = []
         for path, source, recorded, target in self._matched():
             try:
                 outcomes.append(self._outcome(path, source, recorded, target))
-            except _Refused as refused:
-                self.problems.setdefault(refused.problem, []).append(path_text(path))
+            except Refused as why:
+                self.problems.setdefault(why.problem, []).append(path_text(path))
         total = len(self.targets if self.targets is not None else self.manifest.leaves)
         refused = tuple(
             dataclasses.replace(problem, affects=tuple(paths), of=total) for problem, paths in self.problems.items()
@@ -200,7 +186,7 @@ class _Planner:
                 self._report_unmatched(
                     "cannot leave out saved leaves that the target lacks", path, "give the target a leaf for each"
                 )
-        matched = []
+        matched: list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]] = []
         for path, target in self.targets.items():
             found = saved.get(_names(path))
             if found is None:
@@ -214,9 +200,7 @@ class _Planner:
     def _report_unmatched(self, could_not: str, path: LeafPath, fix: str) -> None:
         self.problems.setdefault(Problem(could_not=could_not, fix=fix), []).append(path_text(path))
 
-    def _outcome(
-        self, path: LeafPath, source: LeafPath, recorded: LeafRecord, target: TargetRecord | None
-    ) -> Outcome:
+    def _outcome(self, path: LeafPath, source: LeafPath, recorded: LeafRecord, target: TargetRecord | None) -> Outcome:
         self._check_shape(recorded, target)
         dtype = self._cast(recorded, target)
         decision = self._decide(recorded, target)
@@ -253,11 +237,11 @@ class _Planner:
         if key not in self.decided:
             try:
                 self.decided[key] = self._decide_sharding(sharding, committed, target)
-            except _Refused as refused:
-                self.decided[key] = refused.problem
+            except Refused as refused:
+                self.decided[key] = refused
         decision = self.decided[key]
-        if isinstance(decision, Problem):
-            raise _Refused(decision)
+        if isinstance(decision, Refused):
+            raise decision
         return decision
 
     def _decide_sharding(
@@ -269,7 +253,7 @@ class _Planner:
         if committed and isinstance(recorded, NamedShardingRecord):
             try:
                 return self._on_recorded_mesh(recorded)
-            except _Refused as refused:
+            except Refused as refused:
                 if self.has_fallback and refused.problem.about == "mesh":
                     return _Decision("fallback", AsFallback(), (refused.problem.could_not,))
                 raise
@@ -280,7 +264,9 @@ class _Planner:
         here = recorded.device_id in self.present.device_ids and recorded.platform in (None, self.present.platform)
         if not here:
             notes = (*notes, f"{recorded} is not present; placed on the default device")
-        return _Decision("one device", OnDevice(device_id=recorded.device_id if here else None, memory_kind=kind), notes)
+        return _Decision(
+            "one device", OnDevice(device_id=recorded.device_id if here else None, memory_kind=kind), notes
+        )
 
     def _unrecorded(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
@@ -292,17 +278,10 @@ class _Planner:
         return _Decision("host", OnHost(type="np.ndarray"), ("no sharding was recorded; restored to the host",))
 
     def _on_abstract_target(self, target: NamedShardingRecord, recorded: ShardingRecord | None) -> _Decision:
-        key = (id(target.mesh), id(recorded))
-        if key not in self.made_concrete:
-            try:
-                self.made_concrete[key] = self._concrete(target.mesh, recorded)
-            except _Refused as refused:
-                self.made_concrete[key] = refused.problem
-        planned = self.made_concrete[key]
-        if isinstance(planned, Problem):
-            raise _Refused(planned)
+        own = recorded.mesh if isinstance(recorded, NamedShardingRecord) else None
+        planned = self.meshes.for_target(target.mesh, own)
         if target.spec.unreduced:
-            raise _Refused(
+            raise Refused(
                 Problem(
                     could_not=f"cannot restore into a sharding with pending reductions, {target.spec}",
                     fix="drop unreduced= from the target's spec",
@@ -310,53 +289,11 @@ class _Planner:
             )
         kind = target.memory_kind or self.present.default_memory_kind
         if kind not in self.present.memory_kinds:
-            raise _Refused(self._lacks_memory_kind(kind, "the target's memory kind"))
+            raise Refused(self._lacks_memory_kind(kind, "the target's memory kind"))
         return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind))
 
-    def _concrete(self, wanted: MeshRecord, recorded: ShardingRecord | None) -> PlannedMesh:
-        """The concrete mesh for a target's abstract one."""
-        if (at_hand := self._mesh_at_hand()) is not None:
-            mesh, source, name = at_hand
-            if same_axes(mesh, wanted):
-                return PlannedMesh(mesh=mesh, source=source)
-            raise _Refused(
-                Problem(
-                    could_not=f"cannot resolve the target's mesh {wanted} on {name} {mesh}",
-                    recorded=str(recorded) if recorded is not None else "",
-                    present=f"{name} is {mesh}",
-                    fix="make the two agree in axis names, sizes and types"
-                    + ("" if source == "given" else ", pass mesh=, or restore outside jax.set_mesh"),
-                    about="mesh",
-                )
-            )
-        own = recorded.mesh if isinstance(recorded, NamedShardingRecord) else None
-        for candidate in (*((own,) if own is not None else ()), *self.manifest.meshes):
-            if candidate.shape == wanted.shape and candidate.axis_names == wanted.axis_names:
-                rebuilt = self._rebuild(candidate)
-                if isinstance(rebuilt, PlannedMesh):
-                    mesh = dataclasses.replace(rebuilt.mesh, axis_types=wanted.axis_types)
-                    return PlannedMesh(mesh=mesh, source=rebuilt.source)
-        if wanted.size > self.present.device_count:
-            raise _Refused(
-                Problem(
-                    could_not=f"cannot resolve the target's mesh {wanted} on {self.present}",
-                    present=str(self.present),
-                    fix=f"give the target a mesh of at most {plural(self.present.device_count, 'device')}",
-                    about="mesh",
-                )
-            )
-        return self._new_mesh(wanted)
-
-    def _mesh_at_hand(self) -> tuple[MeshRecord, MeshSource, str] | None:
-        """The mesh that the caller passed, or else that of the context, if there is either."""
-        if self.mesh is not None:
-            return self.mesh, "given", "the mesh that was passed"
-        if self.context is not None:
-            return self.context, "context", "the mesh of jax.set_mesh"
-        return None
-
     def _on_recorded_mesh(self, recorded: NamedShardingRecord) -> _Decision:
-        planned = self._mesh_for(recorded)
+        planned = self.meshes.for_recorded(recorded)
         notes: tuple[str, ...] = ()
         if recorded.mesh.axis_types is None and planned.source not in ("given", "context", "target"):
             if self.policy.axis_types is None:
@@ -364,7 +301,7 @@ class _Planner:
             else:
                 notes = ("no axis types were recorded; those of the policy are used",)
         if any(p is UNCONSTRAINED for p in recorded.spec.partitions) and "auto" not in (planned.mesh.axis_types or ()):
-            raise _Refused(
+            raise Refused(
                 Problem(
                     could_not=f"cannot place a recorded {recorded.spec} on a mesh without an auto axis",
                     recorded=str(recorded.mesh),
@@ -373,131 +310,7 @@ class _Planner:
                 )
             )
         kind, kind_notes = self._memory_kind(recorded.memory_kind)
-        return _Decision(
-            "recorded", OnMesh(mesh=planned, spec=recorded.spec, memory_kind=kind), (*notes, *kind_notes)
-        )
-
-    def _mesh_for(self, recorded: NamedShardingRecord) -> PlannedMesh:
-        """The mesh that takes a recorded spec."""
-        mesh = recorded.mesh
-        if self.mesh is not None:
-            missing = sorted(recorded.spec.axes() - set(self.mesh.axis_names))
-            if missing:
-                raise _Refused(
-                    Problem(
-                        could_not=f"cannot place the recorded {recorded.spec}: the mesh that was passed lacks {missing}",
-                        recorded=str(mesh),
-                        present=str(self.mesh),
-                        fix="pass a mesh that has these axes, or a target with shardings",
-                        about="mesh",
-                    )
-                )
-            return PlannedMesh(mesh=self.mesh, source="given", recorded=mesh)
-        if self.context is not None:
-            if not _has_axes(self.context, mesh, self._types(mesh)):
-                raise _Refused(
-                    Problem(
-                        could_not=f"cannot place a recorded mesh {mesh} on the mesh of jax.set_mesh {self.context}",
-                        recorded=str(mesh),
-                        present=str(self.context),
-                        fix="pass mesh= to place the recorded specs on that mesh, axis_types= in the policy to retype "
-                        "the recorded one, or restore outside jax.set_mesh",
-                        about="mesh",
-                    )
-                )
-            return PlannedMesh(mesh=self.context, source="context", recorded=mesh)
-        if (own := self._target_mesh(mesh)) is not None:
-            return own
-        rebuilt = self._rebuild(mesh)
-        if isinstance(rebuilt, Problem):
-            raise _Refused(rebuilt)
-        return rebuilt
-
-    def _target_mesh(self, recorded: MeshRecord) -> PlannedMesh | None:
-        """The mesh of the target's other leaves, if it has the recorded axis names and types."""
-        fitting = [t for t in self.target_meshes if _has_axes(_mesh_of(t), recorded, self._types(recorded))]
-        same_size = [t for t in fitting if _mesh_of(t).shape == recorded.shape]
-        chosen = (same_size or fitting)[:1]
-        if not chosen:
-            return None
-        target = chosen[0]
-        if target.concrete:
-            return PlannedMesh(mesh=_mesh_of(target), source="target", recorded=recorded)
-        assert isinstance(target.sharding, NamedShardingRecord)
-        decision = self._on_abstract_target(target.sharding, None)
-        assert isinstance(decision.placement, OnMesh)
-        return dataclasses.replace(decision.placement.mesh, recorded=recorded)
-
-    # Rebuilding a recorded mesh on the present devices.
-
-    def _types(self, mesh: MeshRecord) -> tuple[AxisType, ...] | None:
-        """The axis types that a recorded mesh is rebuilt with; None where neither record nor policy says."""
-        if mesh.axis_types is None and self.policy.axis_types is None:
-            return None
-        return self.policy.typed(mesh.axis_names, mesh.axis_types or ("auto",) * len(mesh.axis_names))
-
-    def _rebuild(self, mesh: MeshRecord) -> PlannedMesh | Problem:
-        if id(mesh) not in self.rebuilt:
-            self.rebuilt[id(mesh)] = self._rebuild_once(mesh)
-        return self.rebuilt[id(mesh)]
-
-    def _rebuild_once(self, mesh: MeshRecord) -> PlannedMesh | Problem:
-        typed = dataclasses.replace(mesh, axis_types=self._types(mesh) or ("auto",) * len(mesh.axis_names))
-        present, saved = self.present, self.manifest.inventory
-        ids = mesh.device_ids or ()
-        here = set(present.device_ids)
-        same_platform = mesh.platform in (None, present.platform)
-        same_count = saved is None or saved.device_count == present.device_count
-        if ids and same_platform and same_count and here.issuperset(ids):
-            return self._placed(typed, ids, "recorded devices", mesh)
-        recorded_count = saved.device_count if saved is not None else self._devices_recorded()
-        if recorded_count == present.device_count:
-            if mesh.size == recorded_count:
-                return dataclasses.replace(self._new_mesh(typed), recorded=mesh)
-            if (positions := self._positions(mesh)) is not None:
-                return self._placed(typed, tuple(present.device_ids[i] for i in positions), "recorded positions", mesh)
-        return self._does_not_fit(mesh)
-
-    def _does_not_fit(self, mesh: MeshRecord) -> Problem:
-        """The place of `topology="adapt"`: a recorded mesh that fits the present devices in no way yet."""
-        saved = self.manifest.inventory
-        count = plural(self.present.device_count, "device")
-        return Problem(
-            could_not=f"cannot rebuild mesh {mesh} on {count}",
-            recorded=str(saved) if saved is not None else f"{plural(mesh.size, 'device')} in the mesh",
-            present=str(self.present),
-            fix=f"pass mesh= with the axes {', '.join(mesh.axis_names)} over the present devices, "
-            "or a target with shardings",
-            about="mesh",
-        )
-
-    def _placed(
-        self, mesh: MeshRecord, ids: tuple[int, ...], source: MeshSource, recorded: MeshRecord
-    ) -> PlannedMesh:
-        return PlannedMesh(
-            mesh=dataclasses.replace(mesh, device_ids=ids, platform=self.present.platform),
-            source=source,
-            recorded=recorded,
-        )
-
-    def _new_mesh(self, mesh: MeshRecord) -> PlannedMesh:
-        return PlannedMesh(
-            mesh=dataclasses.replace(mesh, device_ids=None, platform=self.present.platform), source="new"
-        )
-
-    def _devices_recorded(self) -> int:
-        """How many devices a checkpoint without an inventory speaks of."""
-        return len({i for mesh in self.manifest.meshes for i in mesh.device_ids or ()})
-
-    def _positions(self, mesh: MeshRecord) -> tuple[int, ...] | None:
-        """Where the devices of a mesh stood in `jax.devices()` when it was saved."""
-        saved = self.manifest.inventory
-        if saved is None:
-            return None
-        position = {device_id: i for i, device_id in enumerate(saved.device_ids)}
-        if any(i not in position for i in mesh.device_ids or ()):
-            return None
-        return tuple(position[i] for i in mesh.device_ids or ())
+        return _Decision("recorded", OnMesh(mesh=planned, spec=recorded.spec, memory_kind=kind), (*notes, *kind_notes))
 
     # Memory kinds, shapes and dtypes.
 
@@ -506,7 +319,7 @@ class _Planner:
         wanted = self.policy.memory_kind
         if wanted != RECORDED:
             if wanted not in self.present.memory_kinds:
-                raise _Refused(self._lacks_memory_kind(wanted, "the policy's memory kind"))
+                raise Refused(self._lacks_memory_kind(wanted, "the policy's memory kind"))
             return wanted, ()
         default = self.present.default_memory_kind
         saved = self.manifest.inventory
@@ -532,7 +345,7 @@ class _Planner:
         if isinstance(recorded, ValueRecord) and recorded.type in ("str", "bytes"):
             return
         if target.shape != saved:
-            raise _Refused(
+            raise Refused(
                 Problem(
                     could_not=f"cannot restore shape {saved} into shape {target.shape}",
                     fix="give the target's leaf the saved shape",
@@ -546,7 +359,7 @@ class _Planner:
         saved_impl = recorded.prng.impl if isinstance(recorded, ArrayRecord) and recorded.prng else None
         if target.prng_impl is not None or (saved_impl is not None and target.dtype is not None):
             if target.prng_impl != saved_impl:
-                raise _Refused(
+                raise Refused(
                     Problem(
                         could_not=f"cannot restore {recorded.dtype_text} as "
                         + (f"key<{target.prng_impl}>" if target.prng_impl else str(target.dtype)),
@@ -560,7 +373,7 @@ class _Planner:
             self.policy.cast == "same_kind" and _dtype_kind(target.dtype) == _dtype_kind(recorded.dtype)
         )
         if not allowed:
-            raise _Refused(
+            raise Refused(
                 Problem(
                     could_not=f"cannot cast {recorded.dtype} to {target.dtype} under cast={self.policy.cast!r}",
                     fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
@@ -571,7 +384,7 @@ class _Planner:
     def _check_divisible(self, shape: tuple[int, ...], placement: OnMesh) -> None:
         sizes = placement.mesh.mesh.shape
         if len(placement.spec.partitions) > len(shape):
-            raise _Refused(
+            raise Refused(
                 Problem(
                     could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {placement.spec}",
                     fix="give the target's leaf a spec that is no longer than its shape",
@@ -582,7 +395,7 @@ class _Planner:
             for axis in partition_axes(partition):
                 shards *= sizes[axis]
             if shape[dimension] % shards:
-                raise _Refused(
+                raise Refused(
                     Problem(
                         could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by "
                         f"{placement.spec}",
@@ -590,26 +403,6 @@ class _Planner:
                         fix="pass a mesh whose axes divide the dimension, or a target with another sharding",
                     )
                 )
-
-
-def same_axes(a: MeshRecord, b: MeshRecord) -> bool:
-    """Whether two meshes agree in axis names, sizes and types, whatever their devices."""
-    return (a.axis_names, a.axis_sizes, a.axis_types) == (b.axis_names, b.axis_sizes, b.axis_types)
-
-
-def _has_axes(mesh: MeshRecord, recorded: MeshRecord, types: tuple[AxisType, ...] | None) -> bool:
-    """Whether a mesh has the recorded axis names, with these types where they are known."""
-    if not set(recorded.axis_names) <= set(mesh.axis_names):
-        return False
-    if types is None or mesh.axis_types is None:
-        return True
-    have = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(have[name] == kind for name, kind in zip(recorded.axis_names, types, strict=True))
-
-
-def _mesh_of(target: TargetRecord) -> MeshRecord:
-    assert isinstance(target.sharding, NamedShardingRecord)
-    return target.sharding.mesh
 
 
 def _names(path: LeafPath) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from orbax_explicit._records import AXIS_TYPES, AxisType
 
@@ -63,13 +63,14 @@ class RestorePolicy:
         if isinstance(self.axis_types, Mapping):
             by_axis = self.axis_types
             return tuple(by_axis.get(name, kind) for name, kind in zip(axis_names, recorded, strict=True))
-        return (cast(AxisType, self.axis_types),) * len(axis_names)
+        return (self.axis_types,) * len(axis_names)
 
 
 def _axis_type(value: Any) -> AxisType:
     # jax.sharding.AxisType is an enum whose member names are our spellings but for the case; this floor may not
     # import it.
     name = str(getattr(value, "name", value)).lower()
-    if name not in AXIS_TYPES:
-        raise ValueError(f"axis_types must be AxisType members or one of {list(AXIS_TYPES)}, not {value!r}")
-    return cast(AxisType, name)
+    for kind in AXIS_TYPES:
+        if name == kind:
+            return kind
+    raise ValueError(f"axis_types must be AxisType members or one of {list(AXIS_TYPES)}, not {value!r}")
