@@ -1,0 +1,48 @@
+"""JAX checkpoints that come back laid out the way they were meant, on whatever devices are here now."""
+
+from orbax_explicit import args
+from orbax_explicit._arrays import ExplicitArrayHandler
+from orbax_explicit._binding import resolve_mesh
+from orbax_explicit._errors import (
+    CheckpointLayoutError,
+    FormatError,
+    MeshMismatchError,
+    OrbaxExplicitError,
+    Problem,
+    RecordError,
+    RestoreRefusedError,
+    SaveRefusedError,
+)
+from orbax_explicit._plan import RestorePlan
+from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._records import Manifest
+from orbax_explicit._restoring import plan_restore
+from orbax_explicit._sidecar import read_manifest
+from orbax_explicit.checkpointer import StandardCheckpointer
+from orbax_explicit.handler import ExplicitCheckpointHandler
+from orbax_explicit.registration import handler_registry, register, registered, unregister
+
+__all__ = [
+    "CheckpointLayoutError",
+    "ExplicitArrayHandler",
+    "ExplicitCheckpointHandler",
+    "FormatError",
+    "Manifest",
+    "MeshMismatchError",
+    "OrbaxExplicitError",
+    "Problem",
+    "RecordError",
+    "RestorePlan",
+    "RestorePolicy",
+    "RestoreRefusedError",
+    "SaveRefusedError",
+    "StandardCheckpointer",
+    "args",
+    "handler_registry",
+    "plan_restore",
+    "read_manifest",
+    "register",
+    "registered",
+    "resolve_mesh",
+    "unregister",
+]

@@ -1,0 +1,136 @@
+"""Orbax's metadata of arrays, made from the record.
+
+Stock code asks such metadata for a JAX sharding when it restores without a target. Ours answers by the record's rules,
+on the devices that are here when it is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, Sharding
+
+from orbax_explicit._binding import read_present
+from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._records import (
+    ArrayRecord,
+    ContainerRecord,
+    Key,
+    LeafPath,
+    Manifest,
+    NamedShardingRecord,
+    SingleDeviceRecord,
+    storage_name,
+)
+from orbax_explicit._restoring import bind_restore
+
+ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
+
+
+class RecordedSharding(NamedSharding):
+    """A recorded sharding, rebuilt on the present devices, that a target may still overrule.
+
+    What `metadata` gives as the sharding of an array. Back in `deserialize` it means that the target named none, so
+    that the array lands beside the target's other leaves. A restored array never carries it.
+    """
+
+
+class RecordedLayoutMetadata:
+    """What our sharding metadata have in common: they are resolved by the record's rules, when they are asked."""
+
+    layout: RecordedLayout
+    name: str
+
+    def to_jax_sharding(self) -> Sharding:
+        """The recorded sharding on the present devices.
+
+        Raises:
+            MeshMismatchError: The recorded mesh does not fit them.
+        """
+        sharding = self.layout.sharding(self.name)
+        if type(sharding) is NamedSharding:
+            return RecordedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return sharding
+
+
+class RecordedNamedShardingMetadata(RecordedLayoutMetadata, ocp.metadata.NamedShardingMetadata):
+    """Orbax's metadata of a `NamedSharding`, resolved by the record's rules."""
+
+
+class RecordedSingleDeviceMetadata(RecordedLayoutMetadata, ocp.metadata.SingleDeviceShardingMetadata):
+    """Orbax's metadata of a `SingleDeviceSharding`, resolved by the record's rules."""
+
+
+class RecordedLayout:
+    """The recorded shardings of one item, bound to the present devices when the first is asked for."""
+
+    def __init__(self, manifest: Manifest, policy: RestorePolicy | None) -> None:
+        self._manifest = manifest
+        self._policy = policy
+
+    def metadata(self, info: ParamInfo) -> ocp.metadata.value.ArrayMetadata:
+        record = self._manifest.arrays[flat_path(info.name)]
+        return ocp.metadata.value.ArrayMetadata(
+            name=info.name,
+            directory=info.parent_dir,
+            shape=record.stored_shape,
+            sharding=self._sharding_metadata(info.name, record),
+            dtype=jax.numpy.dtype(record.dtype),
+            storage=ocp.metadata.value.StorageMetadata(chunk_shape=None, write_shape=info.write_shape),
+        )
+
+    def sharding(self, name: str) -> Sharding:
+        sharding = self._shardings[flat_path(name)]
+        assert sharding is not None
+        return sharding
+
+    @functools.cached_property
+    def _shardings(self) -> Mapping[LeafPath, Sharding | None]:
+        return bind_restore(self._manifest, read_present(), policy=self._policy).shardings
+
+    def _sharding_metadata(self, name: str, record: ArrayRecord) -> RecordedLayoutMetadata | None:
+        metadata: RecordedNamedShardingMetadata | RecordedSingleDeviceMetadata
+        if isinstance(record.sharding, NamedShardingRecord):
+            mesh = record.sharding.mesh
+            metadata = RecordedNamedShardingMetadata(
+                shape=np.array(mesh.axis_sizes, dtype=int),
+                axis_names=list(mesh.axis_names),
+                axis_types=tuple(jax.sharding.AxisType[t.capitalize()] for t in mesh.axis_types or ()) or None,
+                partition_spec=tuple(record.sharding.spec.partitions),
+            )
+        elif isinstance(record.sharding, SingleDeviceRecord):
+            metadata = RecordedSingleDeviceMetadata(
+                device_str=f"{record.sharding.platform}:{record.sharding.device_id}"
+            )
+        else:
+            return None
+        metadata.layout = self
+        metadata.name = name
+        return metadata
+
+
+def flat_path(name: str) -> LeafPath:
+    """The path of an array in a manifest that goes by storage names."""
+    return (Key("dict", name),)
+
+
+def by_storage_name(manifest: Manifest) -> Manifest:
+    """The arrays of a manifest in one dict, by the names under which Orbax stores them."""
+    return _with_arrays(manifest, {storage_name(path): array for path, array in manifest.arrays.items()})
+
+
+def restrict_to(manifest: Manifest, names: Iterable[str]) -> Manifest:
+    """Only these arrays of a manifest that goes by storage names."""
+    return _with_arrays(manifest, {name: manifest.arrays[flat_path(name)] for name in names})
+
+
+def _with_arrays(manifest: Manifest, arrays: Mapping[str, ArrayRecord]) -> Manifest:
+    keys = tuple(Key("dict", name) for name in arrays)
+    tree = ContainerRecord(kind="dict", keys=keys, children=tuple(arrays.values()))
+    return dataclasses.replace(manifest, tree=tree)

@@ -1,0 +1,310 @@
+"""`ExplicitCheckpointHandler`: whole trees through Orbax's v0 API, and the arguments it takes.
+
+A save is captured before anything is written: the record is taken, everything that could not come back is refused
+at once, and Orbax is handed plain dicts and lists of leaves that it stores without loss. A restore is planned before
+anything is read, the plan is bound to the devices at hand, and the tree is put together as it was, or as the target
+is.
+
+Orbax owns the directory, its atomic commit, the processes and the bytes of host values; `_arrays` owns the bytes of
+`jax.Array`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import Mesh
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
+
+from orbax_explicit import _compat
+from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
+from orbax_explicit._binding import read_present
+from orbax_explicit._capture import CapturedTree, record_path, record_tree
+from orbax_explicit._containers import rebuild_tree, storage_tree
+from orbax_explicit._errors import SaveRefusedError
+from orbax_explicit._plan import OnHost, Outcome
+from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._records import LeafPath, Manifest, ValueRecord
+from orbax_explicit._restoring import BoundPlan, bind_restore
+from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
+from orbax_explicit._whole_arrays import ExplicitNumpyHandler
+
+PyTree: TypeAlias = Any
+
+_DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
+
+
+class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
+    """Saves and restores a PyTree together with how each of its arrays was laid out.
+
+    For `ocp.Checkpointer`, `ocp.AsyncCheckpointer` and `ocp.CheckpointManager`. It takes `ExplicitSave` and
+    `ExplicitRestore`, and stock's `ocp.args.StandardSave` and `StandardRestore`.
+
+    Every process calls `save`, `restore` and `metadata`. The primary process writes the record; each writes and reads
+    its own shards.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: RestorePolicy | None = None,
+        save_concurrent_gb: int = _DEFAULT_CONCURRENT_GB,
+        restore_concurrent_gb: int = _DEFAULT_CONCURRENT_GB,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
+        use_ocdbt: bool = True,
+        use_zarr3: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Creates the handler.
+
+        Args:
+            policy: The choices for restores that bring none of their own.
+            save_concurrent_gb: Gigabytes that may be in flight to storage at once.
+            restore_concurrent_gb: Gigabytes that may be in flight from storage at once.
+            multiprocessing_options: Which process is the primary one, and which take part.
+            use_ocdbt: Whether to store arrays in an OCDBT database rather than in a directory each.
+            use_zarr3: Whether to write Zarr version 3 rather than 2.
+            **kwargs: Other arguments of `ocp.PyTreeCheckpointHandler`.
+        """
+        options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        self._policy = policy
+        self._primary_host = options.primary_host
+        self._trees = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=save_concurrent_gb,
+            restore_concurrent_gb=restore_concurrent_gb,
+            multiprocessing_options=options,
+            use_ocdbt=use_ocdbt,
+            use_zarr3=use_zarr3,
+            type_handler_registry=_type_handlers(policy, options.primary_host),
+            **kwargs,
+        )
+
+    async def async_save(
+        self, directory: epath.Path, args: ExplicitSave | ocp.args.StandardSave
+    ) -> list[Future] | None:
+        """Starts a save. The record and the values are taken before this returns, files are written after.
+
+        Raises:
+            SaveRefusedError: Leaves could not come back as they are. No array has been written.
+        """
+        save_args = _leaf_save_args(args.save_args)
+        try:
+            captured = record_tree(
+                args.item, {path: arg.dtype for path, arg in save_args.items() if arg.dtype is not None}
+            )
+        except SaveRefusedError:
+            await_directories()
+            raise
+        await _let_siblings_refuse()
+        futures = await self._trees.async_save(
+            directory,
+            args=ocp.args.PyTreeSave(
+                item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
+                save_args=storage_tree(captured.manifest.tree, lambda path: save_args.get(path) or ocp.SaveArgs()),
+                custom_metadata=args.custom_metadata,
+            ),
+        )
+        commits = list(futures or [])
+        if self._primary_host in (None, jax.process_index()):
+            write = asyncio.to_thread(write_records, directory, captured.manifest)
+            commits.append(CommitFutureAwaitingContractedSignals(write, name="explicit_sharding"))
+        return commits
+
+    def save(self, directory: epath.Path, args: ExplicitSave | ocp.args.StandardSave) -> None:
+        """Saves, and returns when everything is written.
+
+        Raises:
+            SaveRefusedError: Leaves could not come back as they are. No array has been written.
+        """
+
+        async def save() -> None:
+            for future in await self.async_save(directory, args=args) or []:
+                future.result()
+
+        _run(save())
+
+    def restore(self, directory: epath.Path, args: ExplicitRestore | ocp.args.StandardRestore | None = None) -> PyTree:
+        """Restores the tree, with every array laid out as planned.
+
+        Raises:
+            RestoreRefusedError: Something cannot be restored as asked; lists everything. Nothing has been read.
+            FormatError: The record is damaged or from a newer version.
+        """
+        args = args or ExplicitRestore()
+        present = read_present()
+        directory = find_item(directory)
+        manifest = read_item_manifest(directory)
+        bound = bind_restore(
+            manifest,
+            present,
+            target=args.item,
+            mesh=getattr(args, "mesh", None),
+            policy=getattr(args, "policy", None) or self._policy,
+            strict=args.strict,
+            fallback=getattr(args, "fallback_sharding", None),
+        )
+        values = self._read(directory, manifest, bound, strict=args.strict)
+        if bound.target is None:
+            return rebuild_tree(manifest.tree, values.__getitem__)
+        return bound.target.treedef.unflatten([values[path] for path in bound.target.leaves])
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """Orbax's metadata of the tree: shapes, dtypes and shardings, without the devices that saved it."""
+        return self._trees.metadata(find_item(directory))
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Merges what the processes wrote. Orbax calls it on the primary process, before it commits the item."""
+        self._trees.finalize(directory)
+
+    def close(self) -> None:
+        """Releases what the handler holds."""
+        self._trees.close()
+
+    def _read(
+        self, directory: epath.Path, manifest: Manifest, bound: BoundPlan, *, strict: bool
+    ) -> dict[LeafPath, Any]:
+        """Reads every leaf of the plan, by its path in the result."""
+        by_source = {outcome.source: outcome for outcome in bound.plan.outcomes}
+        restore_args = storage_tree(manifest.tree, lambda path: _restore_args(by_source[path], bound, strict=strict))
+        stored = self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+        flat, _ = jax.tree_util.tree_flatten_with_path(stored)
+        by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
+        return {
+            outcome.path: _finished(by_name[tuple(str(key.name) for key in outcome.source)], outcome)
+            for outcome in bound.plan.outcomes
+        }
+
+
+@ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
+@dataclasses.dataclass
+class ExplicitSave(ocp.args.CheckpointArgs):
+    """Arguments of a save.
+
+    Attributes:
+        item: The tree to save.
+        save_args: A tree of `ocp.SaveArgs` (or None) like `item`; None for the defaults.
+        custom_metadata: JSON to keep beside the tree, opaque to Orbax.
+    """
+
+    item: PyTree
+    save_args: PyTree | None = None
+    custom_metadata: Any = None
+
+
+@ocp.args.register_with_handler(ExplicitCheckpointHandler, for_restore=True)
+@dataclasses.dataclass
+class ExplicitRestore(ocp.args.CheckpointArgs):
+    """Arguments of a restore.
+
+    Attributes:
+        item: The tree to restore into; None for the tree as it was saved.
+        mesh: The mesh to place recorded specs on; None for the recorded one.
+        policy: The choices for this restore; None for the handler's.
+        strict: Whether a target's shape must be the saved one; otherwise Orbax truncates or pads.
+    """
+
+    item: PyTree = None
+    mesh: Mesh | None = None
+    policy: RestorePolicy | None = None
+    strict: bool = True
+
+
+_compat.record_as_stock(ExplicitCheckpointHandler)
+
+
+def _type_handlers(policy: RestorePolicy | None, primary_host: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
+    scalars = ocp.type_handlers.ScalarHandler()
+    return ocp.type_handlers.create_type_handler_registry(
+        (int, scalars),
+        (float, scalars),
+        (np.number, scalars),
+        (np.ndarray, ExplicitNumpyHandler()),
+        (str, ocp.type_handlers.StringHandler()),
+        (jax.Array, ExplicitArrayHandler(policy=policy, records=False, primary_host=primary_host)),
+    )
+
+
+def _leaf_save_args(save_args: PyTree | None) -> Mapping[LeafPath, ocp.SaveArgs]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
+    found = {record_path(keypath): arg for keypath, arg in flat if isinstance(arg, ocp.SaveArgs)}
+    # Orbax asks the dtype for its itemsize, which a scalar type such as jnp.bfloat16 does not have.
+    return {
+        path: arg if arg.dtype is None else dataclasses.replace(arg, dtype=np.dtype(arg.dtype))
+        for path, arg in found.items()
+    }
+
+
+def _storable(captured: CapturedTree, path: LeafPath) -> Any:
+    """The leaf as Orbax stores it without loss, and as stock Orbax reads it back.
+
+    Bytes go as their octets; scalars that are neither int nor float, of which stock knows no Python type, as arrays
+    without dimensions.
+    """
+    value = captured.values[path]
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    if isinstance(value, complex) or (isinstance(value, np.generic) and value.dtype.kind not in "iuf"):
+        return np.asarray(value)
+    return value
+
+
+def _restore_args(outcome: Outcome, bound: BoundPlan, *, strict: bool) -> ocp.RestoreArgs:
+    """How Orbax is to read one leaf."""
+    dtype = np.dtype(outcome.dtype) if outcome.dtype is not None else None
+    sharding = bound.shardings[outcome.path]
+    if sharding is not None:
+        shape = None
+        if not strict and bound.target is not None:
+            shape = bound.target.records[outcome.path].shape
+        return ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=strict
+        )
+    if isinstance(outcome.recorded, ValueRecord) and outcome.recorded.type not in ("np.ndarray", "bytes"):
+        return ocp.RestoreArgs()
+    return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+
+
+def _finished(stored: Any, outcome: Outcome) -> Any:
+    """The leaf as it was, from what Orbax read."""
+    placement = outcome.placement
+    if not isinstance(placement, OnHost):
+        return stored
+    match placement.type:
+        case "np.ndarray":
+            array = np.asarray(stored, dtype=outcome.recorded.dtype or None)
+            return array.astype(outcome.dtype) if outcome.dtype is not None else array
+        case "np.generic":
+            return np.dtype(outcome.dtype or outcome.recorded.dtype).type(_item(stored))
+        case "bytes":
+            return np.asarray(stored).tobytes()
+        case "str":
+            return stored
+        case "int" | "float" | "bool" | "complex" as name:
+            return {"int": int, "float": float, "bool": bool, "complex": complex}[name](_item(stored))
+
+
+async def _let_siblings_refuse() -> None:
+    """Lets the other items of a composite save be captured, and refused, before this one starts to write.
+
+    Orbax runs all of them in one event loop; a refusal takes a few of its rounds to end the save.
+    """
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _item(stored: Any) -> Any:
+    return stored.item() if isinstance(stored, np.ndarray) else stored
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine to its end. In a thread of its own: an event loop may be running in this one."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(asyncio.run, coroutine).result()

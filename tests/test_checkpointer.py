@@ -1,0 +1,420 @@
+"""`StandardCheckpointer`: what goes in comes out, on unchanged devices."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from trees import assert_same_tree, assert_same_values, matrix, place, training_state
+
+import orbax_explicit as oxe
+
+
+@pytest.fixture
+def checkpointer():
+    """A checkpointer that is closed after the test."""
+    with oxe.StandardCheckpointer() as checkpointer:
+        yield checkpointer
+
+
+def saved(checkpointer: oxe.StandardCheckpointer, directory: pathlib.Path, state: Any, **kwargs: Any) -> pathlib.Path:
+    """The path of a finished checkpoint of `state`."""
+    path = directory / "checkpoint"
+    checkpointer.save(path, state, **kwargs)
+    checkpointer.wait_until_finished()
+    return path
+
+
+def test_a_training_state_comes_back_whole_without_a_target(tmp_path, checkpointer, mesh):
+    """Containers, types, values, shardings, memory kinds, commitment: all as saved."""
+    state = training_state(mesh)
+    assert_same_tree(checkpointer.restore(saved(checkpointer, tmp_path, state)), state)
+
+
+@pytest.mark.parametrize("options", [{"use_zarr3": True}, {"use_ocdbt": False}], ids=["in Zarr 3", "without OCDBT"])
+def test_a_training_state_comes_back_whole_in_orbax_other_formats(tmp_path, mesh, options):
+    """The record does not depend on how Orbax stores the bytes."""
+    state = training_state(mesh)
+    with oxe.StandardCheckpointer(**options) as checkpointer:
+        path = saved(checkpointer, tmp_path, state)
+    with oxe.StandardCheckpointer() as plain:
+        assert_same_tree(plain.restore(path), state)
+
+
+def test_a_training_state_comes_back_whole_into_itself(tmp_path, checkpointer, mesh):
+    """A target of real values: its shardings as they are, and its uncommitted scalars stay uncommitted."""
+    state = training_state(mesh)
+    assert_same_tree(checkpointer.restore(saved(checkpointer, tmp_path, state), state), state)
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+@pytest.mark.parametrize(
+    ("types", "reverse", "spec"),
+    [
+        pytest.param((EXPLICIT, EXPLICIT), False, P("d", "m"), id="both axes explicit"),
+        pytest.param((EXPLICIT, AUTO), False, P("d", "m"), id="an explicit and an auto axis"),
+        pytest.param((AUTO, AUTO), False, P("d", "m"), id="both axes auto"),
+        pytest.param((EXPLICIT, EXPLICIT), True, P("d", "m"), id="devices in reverse order"),
+        pytest.param((EXPLICIT, EXPLICIT), False, P(("d", "m"), None), id="one dimension over two axes"),
+        pytest.param((EXPLICIT, EXPLICIT), False, P(None, "m"), id="the second dimension alone"),
+        pytest.param((EXPLICIT, EXPLICIT), False, P(), id="replicated"),
+        pytest.param((EXPLICIT, EXPLICIT), False, P("d"), id="a spec shorter than the shape"),
+        pytest.param((EXPLICIT, EXPLICIT), False, P("d", reduced={"m"}), id="a reduced axis"),
+    ],
+)
+def test_the_restored_sharding_equals_the_saved_one(tmp_path, checkpointer, types, reverse, spec):
+    """Mesh axis names, sizes and types, device order, spec and memory kind, on unchanged devices."""
+    devices = np.array(jax.devices()[::-1] if reverse else jax.devices()).reshape(2, 4)
+    mesh = Mesh(devices, ("d", "m"), axis_types=types)
+    array = place(mesh, matrix(), spec)
+
+    restored = checkpointer.restore(saved(checkpointer, tmp_path, {"w": array}))["w"]
+
+    assert restored.sharding == array.sharding
+    assert restored.sharding.spec == array.sharding.spec
+    assert restored.sharding.mesh.axis_types == types
+    assert [d.id for d in restored.sharding.mesh.devices.flat] == [d.id for d in devices.flat]
+    assert_same_values(restored, array)
+
+
+def test_a_mesh_on_some_of_the_devices_comes_back_on_them(tmp_path, checkpointer):
+    """Two meshes over different halves of the machine stay on their halves."""
+    halves = [
+        Mesh(np.array(jax.devices()[half : half + 4]).reshape(2, 2), ("d", "m"), axis_types=(EXPLICIT, AUTO))
+        for half in (0, 4)
+    ]
+    state = {"first": place(halves[0], matrix(), P("d", "m")), "second": place(halves[1], matrix(), P("m"))}
+    assert_same_tree(checkpointer.restore(saved(checkpointer, tmp_path, state)), state)
+
+
+def test_leaves_of_one_mesh_land_on_one_mesh_object(tmp_path, checkpointer, mesh):
+    """Code that compares meshes by identity goes on to work."""
+    specs = (P("d"), P("m"), P("d", "m"), P())
+    restored = checkpointer.restore(saved(checkpointer, tmp_path, [place(mesh, matrix(), spec) for spec in specs]))
+    assert len({id(leaf.sharding.mesh) for leaf in restored}) == 1
+
+
+# Targets.
+
+
+def abstract(init: Any, mesh: Mesh) -> Any:
+    """What `jax.eval_shape` says of a state under `jax.set_mesh`."""
+    with jax.set_mesh(mesh):
+        return jax.eval_shape(init)
+
+
+@pytest.mark.parametrize("under_set_mesh", [True, False], ids=["under jax.set_mesh", "outside of it"])
+def test_an_eval_shape_target_gives_its_spec_and_axis_types(tmp_path, checkpointer, mesh, under_set_mesh):
+    """The target's abstract mesh becomes the recorded devices; a scalar that it gives no sharding lands beside it."""
+
+    def init() -> dict[str, jax.Array]:
+        return {"w": jax.reshard(jnp.ones((8, 8)), P(None, "d")), "count": jnp.int32(0)}
+
+    state = {"w": place(mesh, matrix(), P("d", "m")), "count": place(mesh, np.int32(3), P())}
+    path = saved(checkpointer, tmp_path, state)
+    target = abstract(init, mesh)
+    assert target["count"].sharding is None
+
+    if under_set_mesh:
+        with jax.set_mesh(mesh):
+            restored = checkpointer.restore(path, target)
+    else:
+        restored = checkpointer.restore(path, target)
+
+    assert restored["w"].sharding == NamedSharding(mesh, P(None, "d"), memory_kind="device")
+    assert restored["w"].sharding.mesh.axis_types == (EXPLICIT, EXPLICIT)
+    assert restored["count"].sharding == NamedSharding(mesh, P(), memory_kind="device")
+    assert_same_values(restored["w"], state["w"])
+
+
+def abstract_leaf(
+    mesh: AbstractMesh, spec: P, dtype: Any = jnp.float32, shape: tuple[int, ...] = (8, 8), **kwargs: Any
+) -> jax.ShapeDtypeStruct:
+    """A target leaf on an abstract mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec, **kwargs))
+
+
+def test_an_abstract_target_keeps_its_memory_kind(tmp_path, checkpointer, mesh):
+    """`pinned_host` in, `pinned_host` out."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+    target = {"w": abstract_leaf(mesh.abstract_mesh, P("d", "m"), memory_kind="pinned_host")}
+    restored = checkpointer.restore(path, target)["w"]
+    assert restored.sharding == NamedSharding(mesh, P("d", "m"), memory_kind="pinned_host")
+
+
+def test_an_abstract_target_of_other_sizes_gets_a_mesh_of_these(tmp_path, checkpointer, mesh):
+    """Names and types are the target's, and so are the sizes; a smaller mesh takes the first devices."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    small = AbstractMesh((2, 2), ("d", "m"), axis_types=(AUTO, EXPLICIT))
+    restored = checkpointer.restore(path, {"w": abstract_leaf(small, P("m", "d"))})["w"]
+    expected = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AUTO, EXPLICIT), devices=jax.devices()[:4])
+    assert restored.sharding == NamedSharding(expected, P("m", "d"), memory_kind="device")
+
+
+def test_an_abstract_target_larger_than_the_machine_is_refused(tmp_path, checkpointer, mesh):
+    """One error, before anything is read."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    large = AbstractMesh((4, 4), ("d", "m"), axis_types=(EXPLICIT, EXPLICIT))
+    with pytest.raises(oxe.MeshMismatchError, match=r"cannot resolve the target's mesh \(d=4 explicit, m=4 explicit\)"):
+        checkpointer.restore(path, {"w": abstract_leaf(large, P("d"))})
+
+
+def test_an_abstract_target_that_the_context_mesh_contradicts_is_refused(tmp_path, checkpointer, mesh):
+    """Never a silent pick of one of them: the error shows both."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    target = {"w": abstract_leaf(mesh.abstract_mesh, P("d"))}
+    auto = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AUTO, AUTO))
+    with jax.set_mesh(auto):
+        with pytest.raises(oxe.MeshMismatchError) as error:
+            checkpointer.restore(path, target)
+        restored = checkpointer.restore(path, target, mesh=mesh)["w"]
+    assert "(d=2 explicit, m=4 explicit)" in str(error.value)
+    assert "(d=2 auto, m=4 auto)" in str(error.value)
+    assert restored.sharding == NamedSharding(mesh, P("d"), memory_kind="device")
+
+
+def test_a_given_mesh_takes_the_recorded_specs(tmp_path, checkpointer, mesh):
+    """Its sizes and axis types win: the caller said so."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    other = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AUTO, EXPLICIT))
+    restored = checkpointer.restore(path, mesh=other)["w"]
+    assert restored.sharding == NamedSharding(other, P("d", "m"), memory_kind="device")
+    assert_same_values(restored, matrix())
+
+
+def test_the_context_mesh_takes_the_recorded_specs_at_any_size(tmp_path, checkpointer, mesh):
+    """Where it has the recorded axis names and types."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    other = jax.make_mesh((4, 2), ("d", "m"), axis_types=(EXPLICIT, EXPLICIT))
+    with jax.set_mesh(other):
+        restored = checkpointer.restore(path)["w"]
+    assert restored.sharding == NamedSharding(other, P("d", "m"), memory_kind="device")
+
+
+@pytest.mark.parametrize(
+    ("names", "types"),
+    [(("d", "m"), (AUTO, AUTO)), (("x", "y"), (EXPLICIT, EXPLICIT))],
+    ids=["that types the axes otherwise", "that lacks the axes"],
+)
+def test_a_context_mesh_is_refused(tmp_path, checkpointer, mesh, names, types):
+    """The error shows both meshes and says what to pass."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    with (
+        jax.set_mesh(jax.make_mesh((2, 4), names, axis_types=types)),
+        pytest.raises(oxe.MeshMismatchError, match="pass mesh= to place the recorded specs") as error,
+    ):
+        checkpointer.restore(path)
+    assert "(d=2 explicit, m=4 explicit)" in str(error.value)
+
+
+def test_a_policy_retypes_the_recorded_axes(tmp_path, checkpointer, mesh):
+    """The same devices and specs, other axis types."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})
+    restored = checkpointer.restore(path, policy=oxe.RestorePolicy(axis_types={"m": AUTO}))["w"]
+    assert restored.sharding.mesh.axis_types == (EXPLICIT, AUTO)
+    assert restored.sharding.spec == P("d", "m")
+
+
+# Keys.
+
+
+def test_keys_come_back_with_their_implementation_and_sharding(tmp_path, checkpointer, mesh):
+    """Without a target, with one that has no sharding, and with one from `eval_shape`."""
+    keys = jax.jit(lambda: jax.random.split(jax.random.key(0), 8), out_shardings=NamedSharding(mesh, P("d")))()
+    path = saved(checkpointer, tmp_path, {"keys": keys})
+    bare = {"keys": jax.ShapeDtypeStruct((8,), keys.dtype)}
+    shaped = {"keys": jax.eval_shape(lambda k: k, keys)}
+    for target in (None, bare, shaped):
+        restored = checkpointer.restore(path, target)["keys"]
+        assert restored.dtype == keys.dtype
+        assert restored.sharding == keys.sharding
+        assert jax.random.key_impl(restored) == "threefry2x32"
+        assert_same_values(restored, keys)
+
+
+def test_keys_of_another_implementation_are_refused(tmp_path, checkpointer):
+    """Key data of one implementation are no keys of another."""
+    path = saved(checkpointer, tmp_path, {"key": jax.random.key(0)})
+    other = {"key": jax.ShapeDtypeStruct((), jax.random.key(0, impl="rbg").dtype)}
+    with pytest.raises(oxe.RestoreRefusedError, match="cannot restore key<threefry2x32> as key<rbg>"):
+        checkpointer.restore(path, other)
+    with pytest.raises(oxe.RestoreRefusedError, match="cannot restore key<threefry2x32> as uint32"):
+        checkpointer.restore(path, {"key": jax.ShapeDtypeStruct((), jnp.uint32)})
+
+
+# One device and none.
+
+
+def test_an_uncommitted_scalar_stays_free(tmp_path, checkpointer, mesh):
+    """`jit` takes it together with arrays on a mesh, as before it was saved; so it does optax's count."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)}
+    restored = checkpointer.restore(saved(checkpointer, tmp_path, state))
+    assert not restored["step"].committed
+    product = jax.jit(lambda w, s: w * s)(restored["w"], restored["step"])
+    np.testing.assert_array_equal(np.asarray(product), matrix() * 5)
+
+
+def test_an_uncommitted_scalar_stays_free_under_set_mesh(tmp_path, checkpointer, mesh):
+    """Where `jnp.asarray` would commit it to the mesh."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5), "key": jax.random.key(1)}
+    path = saved(checkpointer, tmp_path, state)
+    with jax.set_mesh(mesh):
+        assert_same_tree(checkpointer.restore(path), state)
+
+
+def test_an_array_committed_to_one_device_comes_back_on_it(tmp_path, checkpointer):
+    """Not on the default device."""
+    array = jax.device_put(matrix(), jax.devices()[3])
+    restored = checkpointer.restore(saved(checkpointer, tmp_path, {"w": array}))["w"]
+    assert restored.committed
+    assert restored.sharding == SingleDeviceSharding(jax.devices()[3], memory_kind="device")
+
+
+# Targets that do not fit.
+
+
+def test_everything_that_does_not_fit_a_target_is_listed_at_once(tmp_path, checkpointer, mesh):
+    """Missing and extra leaves, shapes and dtypes, each by leaf name, in one error, before anything is read."""
+    path = saved(
+        checkpointer,
+        tmp_path,
+        {name: place(mesh, matrix(), P("d")) for name in ("a", "b", "c", "only_saved")},
+    )
+    target = {
+        "a": jax.ShapeDtypeStruct((8, 4), jnp.float32),
+        "b": jax.ShapeDtypeStruct((8, 8), jnp.int32),
+        "c": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        "only_wanted": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+    }
+    with pytest.raises(oxe.RestoreRefusedError) as error:
+        checkpointer.restore(path, target)
+    found = {problem.could_not: problem.affects for problem in error.value.problems}
+    assert found == {
+        "cannot leave out saved leaves that the target lacks": ("only_saved",),
+        "cannot restore leaves of the target that the checkpoint lacks": ("only_wanted",),
+        "cannot restore shape (8, 8) into shape (8, 4)": ("a",),
+        "cannot cast float32 to int32 under cast='same_kind'": ("b",),
+    }
+
+
+def test_a_float_target_casts(tmp_path, checkpointer, mesh):
+    """float32 saved, bfloat16 asked for."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+    restored = checkpointer.restore(path, {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)})["w"]
+    assert restored.dtype == jnp.bfloat16
+    assert_same_values(restored, matrix(dtype=jnp.bfloat16))
+
+
+def test_a_host_target_gives_a_host_value(tmp_path, checkpointer, mesh):
+    """A `numpy.ndarray` in the target asks for one; so does a Python number."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)}
+    restored = checkpointer.restore(
+        saved(checkpointer, tmp_path, state), {"w": np.zeros((8, 8), np.float32), "step": 0}
+    )
+    assert type(restored["w"]) is np.ndarray
+    assert type(restored["step"]) is int
+    assert restored["step"] == 5
+    assert_same_values(restored["w"], matrix())
+
+
+def test_a_target_without_strictness_truncates_as_in_stock_orbax(tmp_path, checkpointer, mesh):
+    """`strict=False` is stock's: what does not fit is cut."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+    target = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, P("d")))}
+    restored = checkpointer.restore(path, target, strict=False)["w"]
+    assert_same_values(restored, matrix()[:4])
+
+
+def test_stocks_metadata_serve_as_a_target(tmp_path, checkpointer, mesh):
+    """What `metadata` gives can be handed back to `restore`, as in stock Orbax."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "keys": jax.random.split(jax.random.key(0), 2), "n": 3}
+    path = saved(checkpointer, tmp_path, state)
+    metadata = checkpointer.metadata(path).item_metadata
+    assert_same_tree(checkpointer.restore(path, metadata.tree), state)
+
+
+# Saving.
+
+
+def test_a_value_that_is_donated_after_save_returned_does_not_reach_the_checkpoint(tmp_path, checkpointer, mesh):
+    """Values are taken before `save` returns; those of NumPy arrays too."""
+    host = np.zeros(1000)
+    state = {"w": place(mesh, matrix(), P("d", "m")), "n": host, "empty": place(mesh, np.zeros((0, 2)), P())}
+    path = tmp_path / "checkpoint"
+    checkpointer.save(path, state)
+    doubled = jax.jit(lambda w: w * 2, donate_argnums=0)(state["w"])
+    host[:] = 1
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(path)
+    assert_same_values(restored["w"], matrix())
+    assert_same_values(restored["n"], np.zeros(1000))
+    assert_same_values(doubled, matrix() * 2)
+
+
+def test_leaves_are_cast_while_they_are_saved(tmp_path, checkpointer, mesh):
+    """The record says what is stored."""
+    state = {"w": place(mesh, matrix(), P("d", "m"))}
+    save_args = {"w": ocp.SaveArgs(dtype=jnp.bfloat16)}
+    path = saved(checkpointer, tmp_path, state, save_args=save_args)
+    restored = checkpointer.restore(path)["w"]
+    assert restored.dtype == jnp.bfloat16
+    assert restored.sharding == state["w"].sharding
+
+
+def test_a_checkpoint_is_replaced_by_force(tmp_path, checkpointer, mesh):
+    """As in stock Orbax, and not without."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+    with pytest.raises(ValueError, match="already exists"):
+        checkpointer.save(path, {"w": place(mesh, matrix(), P("m"))})
+    checkpointer.save(path, {"w": place(mesh, -matrix(), P("m"))}, force=True)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(path)["w"]
+    assert restored.sharding.spec == P("m")
+    assert_same_values(restored, -matrix())
+
+
+def test_a_refused_save_leaves_nothing_that_stops_the_next_one(tmp_path, checkpointer, mesh):
+    """Neither a checkpoint, nor a half of one under the same name."""
+    path = tmp_path / "checkpoint"
+    x = place(mesh, matrix(), P("d"))
+    for _ in range(2):
+        with pytest.raises(oxe.SaveRefusedError, match="under one name"):
+            checkpointer.save(path, {"a.b": x, "a": {"b": 2 * x}})
+        assert not path.exists()
+    checkpointer.save(path, {"a": {"b": x}})
+    checkpointer.wait_until_finished()
+    assert_same_values(checkpointer.restore(path)["a"]["b"], matrix())
+
+
+def test_constructor_takes_a_handler_or_its_arguments(tmp_path, mesh):
+    """Not both: one of them would be ignored."""
+    handler = oxe.ExplicitCheckpointHandler(policy=oxe.RestorePolicy(axis_types="auto"))
+    with oxe.StandardCheckpointer(handler=handler) as checkpointer:
+        path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+        assert checkpointer.restore(path)["w"].sharding.mesh.axis_types == (AUTO, AUTO)
+    with pytest.raises(ValueError, match=r"pass \['use_ocdbt'\] to the handler"):
+        oxe.StandardCheckpointer(handler=handler, use_ocdbt=False)
+
+
+def test_constructor_takes_every_argument_of_stocks():
+    """A drop-in: nothing that code says to `ocp.StandardCheckpointer` is unknown."""
+    import inspect
+
+    def names(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters)
+
+    stock, ours = ocp.StandardCheckpointer, oxe.StandardCheckpointer
+    assert names(stock.__init__) - names(ours.__init__) == set()
+    assert names(stock.save) - names(ours.save) == set()
+    assert names(stock.restore) - names(ours.restore) == set()
+    handler = names(ocp.StandardCheckpointHandler.__init__) - {"self"}
+    assert handler - names(oxe.ExplicitCheckpointHandler.__init__) == {"pytree_metadata_options"}

@@ -1,0 +1,236 @@
+"""`ExplicitCheckpointHandler` in Orbax's checkpointers and managers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from trees import assert_same_tree, matrix, place, training_state
+
+import orbax_explicit as oxe
+
+CHECKPOINTERS = [
+    pytest.param(ocp.Checkpointer, id="a synchronous checkpointer"),
+    pytest.param(ocp.AsyncCheckpointer, id="an asynchronous checkpointer"),
+]
+
+
+def wait(checkpointer: Any) -> None:
+    """Waits for an asynchronous save."""
+    if isinstance(checkpointer, ocp.AsyncCheckpointer):
+        checkpointer.wait_until_finished()
+
+
+@pytest.mark.parametrize("cls", CHECKPOINTERS)
+@pytest.mark.parametrize(
+    ("save", "restore"),
+    [
+        pytest.param(oxe.args.ExplicitSave, oxe.args.ExplicitRestore, id="its own arguments"),
+        pytest.param(ocp.args.StandardSave, ocp.args.StandardRestore, id="stock's arguments"),
+    ],
+)
+def test_a_checkpointer_saves_and_restores_a_tree(tmp_path, mesh, cls, save, restore):
+    """With its own arguments and with stock's, which it takes for what they say."""
+    state = training_state(mesh)
+    with cls(oxe.ExplicitCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=save(state))
+        wait(checkpointer)
+        assert_same_tree(checkpointer.restore(tmp_path / "a", args=restore()), state)
+        assert_same_tree(checkpointer.restore(tmp_path / "a", args=restore(state)), state)
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
+
+
+def test_a_checkpointer_takes_the_tree_without_arguments_too(tmp_path, mesh):
+    """Orbax's older calling form makes the registered arguments itself."""
+    state = {"w": place(mesh, matrix(), P("d"))}
+    with ocp.Checkpointer(oxe.ExplicitCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        assert_same_tree(checkpointer.restore(tmp_path / "a", item=state), state)
+
+
+def test_a_restore_places_recorded_specs_on_a_given_mesh_by_a_policy(tmp_path, mesh):
+    """`ExplicitRestore` carries both; the handler's own policy is what a restore without one gets."""
+    handler = oxe.ExplicitCheckpointHandler(policy=oxe.RestorePolicy(axis_types="auto"))
+    other = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=oxe.args.ExplicitSave({"w": place(mesh, matrix(), P("d", "m"))}))
+        own = checkpointer.restore(tmp_path / "a")["w"]
+        given = checkpointer.restore(tmp_path / "a", args=oxe.args.ExplicitRestore(mesh=other))["w"]
+        manual = oxe.RestorePolicy(memory_kind="pinned_host", axis_types={"d": AxisType.Explicit})
+        theirs = checkpointer.restore(tmp_path / "a", args=oxe.args.ExplicitRestore(policy=manual))["w"]
+    assert own.sharding.mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert given.sharding == NamedSharding(other, P("d", "m"), memory_kind="device")
+    assert theirs.sharding == NamedSharding(mesh, P("d", "m"), memory_kind="pinned_host")
+
+
+def test_a_fallback_sharding_serves_arrays_whose_mesh_does_not_fit(tmp_path, mesh):
+    """`fallback_sharding` of stock's arguments; a mesh that fits is not replaced."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(1)}
+    fallback = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))
+    foreign = jax.make_mesh((8,), ("other",), axis_types=(AxisType.Explicit,))
+    with ocp.Checkpointer(oxe.ExplicitCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=oxe.args.ExplicitSave(state))
+        args = ocp.args.StandardRestore(fallback_sharding=fallback)
+        assert_same_tree(checkpointer.restore(tmp_path / "a", args=args), state)
+        with jax.set_mesh(foreign):
+            restored = checkpointer.restore(tmp_path / "a", args=args)
+    assert restored["w"].sharding.spec == P("x")
+    assert not restored["step"].committed
+
+
+def test_a_restore_in_a_running_event_loop_sees_the_context_mesh(tmp_path, mesh):
+    """As in a notebook, where Orbax calls its handlers from another thread."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(1)}
+    other = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+
+    async def cell() -> Any:
+        with oxe.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "a", state)
+            checkpointer.wait_until_finished()
+            with jax.set_mesh(other):
+                return checkpointer.restore(tmp_path / "a")
+
+    restored = asyncio.run(cell())
+    assert restored["w"].sharding == NamedSharding(other, P("d", "m"), memory_kind="device")
+    assert not restored["step"].committed
+
+
+# Managers.
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """A manager with a handler for its one item."""
+    with ocp.CheckpointManager(tmp_path / "steps", item_handlers=oxe.ExplicitCheckpointHandler()) as manager:
+        yield manager
+
+
+def test_a_manager_restores_its_steps(tmp_path, manager, mesh):
+    """With arguments and without; metadata, and the record by the step's path or the item's."""
+    state = training_state(mesh)
+    for step in (1, 2):
+        assert manager.save(step, args=oxe.args.ExplicitSave(state, custom_metadata={"step": step}))
+    manager.wait_until_finished()
+
+    assert manager.latest_step() == 2
+    assert_same_tree(manager.restore(1), state)
+    assert_same_tree(manager.restore(2, args=oxe.args.ExplicitRestore()), state)
+    assert_same_tree(manager.restore(2, args=oxe.args.ExplicitRestore(state)), state)
+    metadata = manager.item_metadata(2)
+    assert metadata.custom_metadata == {"step": 2}
+    assert metadata["params"]["layers"]["0"]["w"].sharding.to_jax_sharding() == NamedSharding(mesh, P("d", "m"))
+    step = tmp_path / "steps" / "2"
+    assert oxe.read_manifest(step) == oxe.read_manifest(step / "default")
+
+
+def test_the_recorded_handler_is_stocks(tmp_path, manager, mesh):
+    """So that a stock manager knows what to restore with, whether or not this package is there."""
+    manager.save(0, args=oxe.args.ExplicitSave({"w": place(mesh, matrix(), P("d"))}))
+    manager.wait_until_finished()
+    recorded = json.loads((tmp_path / "steps/0/_CHECKPOINT_METADATA").read_text())["item_handlers"]
+    assert recorded == {"default": ocp.StandardCheckpointHandler.typestr()}
+    assert recorded["default"].endswith("StandardCheckpointHandler")
+
+
+def test_a_registry_leads_stocks_arguments_to_the_handler(tmp_path, mesh):
+    """Code that says `StandardSave` and `StandardRestore` keeps saying so; restore and metadata need none."""
+    state = training_state(mesh)
+    with ocp.CheckpointManager(tmp_path, handler_registry=oxe.handler_registry("default")) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        assert (tmp_path / "0/default/explicit_sharding.msgpack").exists()
+        for restored in (
+            manager.restore(0),
+            manager.restore(0, args=ocp.args.StandardRestore()),
+            manager.restore(0, args=ocp.args.StandardRestore(state)),
+            manager.restore(0, args=oxe.args.ExplicitRestore()),
+        ):
+            assert_same_tree(restored, state)
+    with ocp.CheckpointManager(tmp_path, handler_registry=oxe.handler_registry("default")) as fresh:
+        assert fresh.item_metadata(0)["params"]["layers"]["1"]["w"].shape == (8, 8)
+        assert_same_tree(fresh.restore(0), state)
+
+
+def test_a_registry_takes_a_handler_or_a_policy():
+    """Not both: one of them would be ignored."""
+    with pytest.raises(ValueError, match="pass the policy to the handler"):
+        oxe.handler_registry(policy=oxe.RestorePolicy(), handler=oxe.ExplicitCheckpointHandler())
+
+
+def test_a_manager_keeps_several_items_apart(tmp_path, mesh):
+    """Composite steps: two trees of ours, and JSON with its own handler."""
+    params, opt = {"w": place(mesh, matrix(), P("d", "m"))}, {"mu": place(mesh, -matrix(), P("m"))}
+    with ocp.CheckpointManager(
+        tmp_path, handler_registry=oxe.handler_registry("params", "opt", policy=oxe.RestorePolicy())
+    ) as manager:
+        manager.save(
+            0,
+            args=ocp.args.Composite(
+                params=oxe.args.ExplicitSave(params),
+                opt=ocp.args.StandardSave(opt),
+                extra=ocp.args.JsonSave({"epoch": 3}),
+            ),
+        )
+        manager.wait_until_finished()
+        restored = manager.restore(
+            0,
+            args=ocp.args.Composite(
+                params=oxe.args.ExplicitRestore(), opt=ocp.args.StandardRestore(opt), extra=ocp.args.JsonRestore()
+            ),
+        )
+    assert_same_tree(restored["params"], params)
+    assert_same_tree(restored["opt"], opt)
+    assert restored["extra"] == {"epoch": 3}
+    with pytest.raises(oxe.CheckpointLayoutError, match="cannot tell which item") as error:
+        oxe.read_manifest(tmp_path / "0")
+    assert "opt, params" in str(error.value)
+
+
+def test_a_refused_save_does_not_stop_the_next_step(manager, mesh):
+    """Neither that step nor the one after it; what was saved before is still there."""
+    good = {"w": place(mesh, matrix(), P("d"))}
+    manager.save(0, args=oxe.args.ExplicitSave(good))
+    for step in (1, 1):
+        with pytest.raises(oxe.SaveRefusedError, match=r"cannot save a leaf of type builtins\.object"):
+            manager.save(step, args=oxe.args.ExplicitSave({"w": good["w"], "odd": object()}))
+    manager.save(1, args=oxe.args.ExplicitSave(good))
+    manager.wait_until_finished()
+    assert manager.all_steps() == [0, 1]
+    assert_same_tree(manager.restore(1), good)
+
+
+def test_a_refused_item_stops_the_other_items_of_its_step(tmp_path, mesh):
+    """Nothing of the step is written, in whatever order the items come, and the next save of it is whole."""
+    good, bad = {"w": place(mesh, matrix(), P("d"))}, {"odd": object()}
+    with ocp.CheckpointManager(tmp_path, handler_registry=oxe.handler_registry("a", "b")) as manager:
+        for a, b in ((good, bad), (bad, good)):
+            with pytest.raises(oxe.SaveRefusedError):
+                manager.save(0, args=ocp.args.Composite(a=oxe.args.ExplicitSave(a), b=oxe.args.ExplicitSave(b)))
+            written = [file for file in tmp_path.rglob("*") if file.is_file()]
+            assert {file.name for file in written} <= {"_CHECKPOINT_METADATA"}
+        manager.save(0, args=ocp.args.Composite(a=oxe.args.ExplicitSave(good), b=oxe.args.ExplicitSave(good)))
+        manager.wait_until_finished()
+        restored = manager.restore(0)
+    assert_same_tree(restored["a"], good)
+    assert_same_tree(restored["b"], good)
+
+
+def test_a_save_goes_on_while_training_does(manager, mesh):
+    """The values of the step are those at the time of the call."""
+    step = jax.jit(lambda w: w + 1, donate_argnums=0)
+    w = place(mesh, matrix(), P("d", "m"))
+    for i in range(3):
+        manager.save(i, args=oxe.args.ExplicitSave({"w": w}))
+        for _ in range(10):
+            w = step(w)
+    manager.wait_until_finished()
+    for i in range(3):
+        np.testing.assert_array_equal(np.asarray(manager.restore(i)["w"]), matrix() + 10 * i)
