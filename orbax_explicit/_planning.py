@@ -12,7 +12,7 @@ order that applies:
    `jax.set_mesh` if it has the recorded axis names and types; else on the target's own mesh if other leaves have
    one with these names and types; else on the recorded mesh, rebuilt: on the same devices if all are present,
    else in the same shape on as many others. A mesh that does not fit the present devices is refused.
-4. The array was recorded on one device or uncommitted: so again.
+4. The array was recorded on one device or uncommitted: so again, and uncommitted in each of several processes.
 5. Nothing was recorded: a value on the host.
 
 Meshes are compared by axis names, sizes and types, never as objects.
@@ -261,6 +261,11 @@ class _Planner:
         if not committed:
             return _Decision("uncommitted", Uncommitted(memory_kind=kind), notes)
         assert isinstance(recorded, SingleDeviceRecord)
+        if self.present.process_count > 1:
+            # Committed to a device of one process it would be out of reach of the others, and committed to one of each
+            # it could not be saved again.
+            notes = (*notes, "recorded on one device; each of several processes holds it, uncommitted")
+            return _Decision("one device", Uncommitted(memory_kind=kind), notes)
         here = recorded.device_id in self.present.device_ids and recorded.platform in (None, self.present.platform)
         if not here:
             notes = (*notes, f"{recorded} is not present; placed on the default device")

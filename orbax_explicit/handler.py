@@ -30,7 +30,7 @@ from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_path, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._errors import SaveRefusedError
-from orbax_explicit._plan import OnHost, Outcome
+from orbax_explicit._plan import AsTarget, OnHost, Outcome
 from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._records import LeafPath, Manifest, ValueRecord
 from orbax_explicit._restoring import BoundPlan, bind_restore
@@ -138,7 +138,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             RestoreRefusedError: Something cannot be restored as asked; lists everything. Nothing has been read.
             FormatError: The record is damaged or from a newer version.
         """
-        args = args or ExplicitRestore()
+        args = _explicit(args)
         present = read_present()
         directory = find_item(directory)
         manifest = read_item_manifest(directory)
@@ -146,12 +146,12 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             manifest,
             present,
             target=args.item,
-            mesh=getattr(args, "mesh", None),
-            policy=getattr(args, "policy", None) or self._policy,
+            mesh=args.mesh,
+            policy=args.policy or self._policy,
             strict=args.strict,
-            fallback=getattr(args, "fallback_sharding", None),
+            fallback=args.fallback_sharding,
         )
-        values = self._read(directory, manifest, bound, strict=args.strict)
+        values = self._read(directory, manifest, bound, args)
         if bound.target is None:
             return rebuild_tree(manifest.tree, values.__getitem__)
         return bound.target.treedef.unflatten([values[path] for path in bound.target.leaves])
@@ -169,11 +169,11 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         self._trees.close()
 
     def _read(
-        self, directory: epath.Path, manifest: Manifest, bound: BoundPlan, *, strict: bool
+        self, directory: epath.Path, manifest: Manifest, bound: BoundPlan, args: ExplicitRestore
     ) -> dict[LeafPath, Any]:
         """Reads every leaf of the plan, by its path in the result."""
         by_source = {outcome.source: outcome for outcome in bound.plan.outcomes}
-        restore_args = storage_tree(manifest.tree, lambda path: _restore_args(by_source[path], bound, strict=strict))
+        restore_args = storage_tree(manifest.tree, lambda path: _restore_args(by_source[path], bound, args))
         stored = self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args))
         flat, _ = jax.tree_util.tree_flatten_with_path(stored)
         by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
@@ -209,15 +209,33 @@ class ExplicitRestore(ocp.args.CheckpointArgs):
         mesh: The mesh to place recorded specs on; None for the recorded one.
         policy: The choices for this restore; None for the handler's.
         strict: Whether a target's shape must be the saved one; otherwise Orbax truncates or pads.
+        fallback_sharding: The sharding of arrays whose recorded mesh does not fit, as in `StandardRestore`.
+        support_layout: Whether to restore with the on-device layouts of the target's leaves, as in `StandardRestore`.
     """
 
     item: PyTree = None
     mesh: Mesh | None = None
     policy: RestorePolicy | None = None
     strict: bool = True
+    fallback_sharding: jax.sharding.Sharding | None = None
+    support_layout: bool = False
 
 
 _compat.record_as_stock(ExplicitCheckpointHandler)
+
+
+def _explicit(args: ExplicitRestore | ocp.args.StandardRestore | None) -> ExplicitRestore:
+    """Stock's arguments, and none, as ours. A drift test names the field that stock gets and this does not carry."""
+    if args is None:
+        return ExplicitRestore()
+    if isinstance(args, ExplicitRestore):
+        return args
+    return ExplicitRestore(
+        args.item,
+        strict=args.strict,
+        fallback_sharding=args.fallback_sharding,
+        support_layout=args.support_layout,
+    )
 
 
 def _type_handlers(policy: RestorePolicy | None, primary_host: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
@@ -256,20 +274,22 @@ def _storable(captured: CapturedTree, path: LeafPath) -> Any:
     return value
 
 
-def _restore_args(outcome: Outcome, bound: BoundPlan, *, strict: bool) -> ocp.RestoreArgs:
+def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> ocp.RestoreArgs:
     """How Orbax is to read one leaf."""
     dtype = np.dtype(outcome.dtype) if outcome.dtype is not None else None
-    sharding = bound.shardings[outcome.path]
-    if sharding is not None:
-        shape = None
-        if not strict and bound.target is not None:
-            shape = bound.target.records[outcome.path].shape
-        return ocp.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=strict
-        )
-    if isinstance(outcome.recorded, ValueRecord) and outcome.recorded.type not in ("np.ndarray", "bytes"):
-        return ocp.RestoreArgs()
-    return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    sharding: Any = bound.shardings[outcome.path]
+    if sharding is None:
+        if isinstance(outcome.recorded, ValueRecord) and outcome.recorded.type not in ("np.ndarray", "bytes"):
+            return ocp.RestoreArgs()
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    shape = None
+    if bound.target is not None and not args.strict:
+        shape = bound.target.records[outcome.path].shape
+    if bound.target is not None and args.support_layout and isinstance(outcome.placement, AsTarget):
+        sharding = getattr(bound.target.leaves[outcome.path], "format", None) or sharding
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=args.strict
+    )
 
 
 def _finished(stored: Any, outcome: Outcome) -> Any:

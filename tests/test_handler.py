@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -84,6 +85,29 @@ def test_a_fallback_sharding_serves_arrays_whose_mesh_does_not_fit(tmp_path, mes
             restored = checkpointer.restore(tmp_path / "a", args=args)
     assert restored["w"].sharding.spec == P("x")
     assert not restored["step"].committed
+
+
+def test_stocks_arguments_say_nothing_that_is_lost():
+    """When a field is added to `StandardSave` or `StandardRestore`, ours must carry it on."""
+
+    def fields(args: Any) -> set[str]:
+        return {field.name for field in dataclasses.fields(args)}
+
+    assert fields(ocp.args.StandardSave) == fields(oxe.args.ExplicitSave), "carry the field on in async_save"
+    assert fields(ocp.args.StandardRestore) | {"mesh", "policy"} == fields(oxe.args.ExplicitRestore), (
+        "carry the field on in handler._explicit"
+    )
+
+
+def test_a_restore_takes_the_targets_layouts(tmp_path, mesh):
+    """Where it is asked to, as in stock Orbax: the layout of each target leaf on its devices."""
+    w = place(mesh, matrix(), P("d"))
+    assert w.format.layout is not None
+    with ocp.Checkpointer(oxe.ExplicitCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=oxe.args.ExplicitSave({"w": w}))
+        args = ocp.args.StandardRestore({"w": w}, support_layout=True)
+        restored = checkpointer.restore(tmp_path / "a", args=args)["w"]
+    assert restored.format == w.format
 
 
 def test_a_restore_in_a_running_event_loop_sees_the_context_mesh(tmp_path, mesh):
