@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from orbax_explicit import _compat
@@ -54,15 +55,22 @@ PyTree: TypeAlias = Any
 MAX_DEPTH = 100
 """Containers within containers that a tree may have; the file format allows a little more."""
 
-STORABLE_DTYPES = frozenset(
-    {
-        "bool",
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)),
-        *("float16", "float32", "float64", "bfloat16", "complex64", "complex128"),
-        *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    }
+_NUMERIC_DTYPES = (
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bfloat16", "complex64", "complex128", "float4_e2m1fn", "float8_e8m0fnu"),
+    *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
-"""Names of the dtypes that both NumPy and TensorStore's Zarr driver hold without loss."""
+
+
+def _is_known_to_tensorstore(dtype: str) -> bool:
+    try:
+        return bool(ts.dtype(dtype).name == dtype)
+    except (ValueError, TypeError):
+        return False
+
+
+STORABLE_DTYPES = frozenset(filter(_is_known_to_tensorstore, _NUMERIC_DTYPES))
+"""Names of the dtypes that NumPy and TensorStore's Zarr drivers hold without loss."""
 
 _ODD_TILDE = re.compile("~(?![01])")
 
@@ -454,15 +462,16 @@ def _axis_type(kind: Any) -> AxisType:
 
 
 def _record_spec(spec: PartitionSpec) -> SpecRecord:
+    partitions = _compat.partitions(spec)
     names = (*spec.unreduced, *spec.reduced)
-    for partition in spec.partitions:
+    for partition in partitions:
         names += partition if isinstance(partition, tuple) else (partition,)
     odd = [n for n in names if not (n is None or isinstance(n, str) or n is PartitionSpec.UNCONSTRAINED)]
     if odd:
         raise Unrecordable(f"cannot record mesh axis names that are not str: {odd}", "name the mesh axes by str")
     return SpecRecord(
         partitions=tuple(
-            UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in spec.partitions
+            UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in partitions
         ),
         unreduced=tuple(sorted(spec.unreduced)),
         reduced=tuple(sorted(spec.reduced)),

@@ -295,7 +295,13 @@ class _Planner:
         kind = target.memory_kind or self.present.default_memory_kind
         if kind not in self.present.memory_kinds:
             raise Refused(self._lacks_memory_kind(kind, "the target's memory kind"))
-        return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind))
+        notes: tuple[str, ...] = ()
+        if target.memory_kind is None and recorded is not None:
+            recorded_kind, _ = self._memory_kind(recorded.memory_kind)
+            if recorded_kind != kind:
+                # `jax.eval_shape` gives no memory kind, whatever the function that it evaluates would.
+                notes = (f"recorded in {recorded_kind}, restored to {kind}: the target names no memory kind",)
+        return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind), notes)
 
     def _on_recorded_mesh(self, recorded: NamedShardingRecord) -> _Decision:
         planned = self.meshes.for_recorded(recorded)

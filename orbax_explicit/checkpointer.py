@@ -56,15 +56,18 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
         """
         if handler is not None and kwargs:
             raise ValueError(f"pass {sorted(kwargs)} to the handler, or no handler")
-        options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        options = {
+            "async_options": async_options,
+            "multiprocessing_options": multiprocessing_options,
+            "file_options": file_options,
+            "atomicity_options": atomicity_options,
+            "checkpoint_metadata_store": checkpoint_metadata_store,
+            "temporary_path_class": temporary_path_class,
+        }
         super().__init__(
-            handler or ExplicitCheckpointHandler(multiprocessing_options=options, **kwargs),
-            async_options=async_options or ocp.options.AsyncOptions(),
-            multiprocessing_options=options,
-            file_options=file_options or ocp.options.FileOptions(),
-            atomicity_options=atomicity_options,
-            checkpoint_metadata_store=checkpoint_metadata_store,
-            temporary_path_class=temporary_path_class,
+            handler or ExplicitCheckpointHandler(multiprocessing_options=multiprocessing_options, **kwargs),
+            # What is left out takes Orbax's default; not every release knows every one of them.
+            **{name: value for name, value in options.items() if value is not None},
         )
 
     def save(
