@@ -32,7 +32,7 @@ lint: $(INSTALLED)
 # The wheel precedes the source tree on the path, here and in every process that a test starts.
 pytest: $(INSTALLED) $(WHEEL)
 	@echo "== pytest, on the built wheel"
-	@PYTHONPATH="$(abspath $(WHEEL))" $(BIN)/pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	@PYTHONPATH="$(abspath $(WHEEL))" $(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 demo: $(INSTALLED)
 	@$(BIN)/orbax-explicit demo

@@ -191,9 +191,8 @@ class _Walk:
         try:
             level = _one_level(node)
             if level is None:
-                leaf = self.recorder.record(node, self.save_dtypes.get(path))
                 self.values[path] = node
-                return leaf
+                return self.recorder.record(node, self.save_dtypes.get(path))
             if len(path) >= MAX_DEPTH:
                 raise Unrecordable(f"cannot save a tree deeper than {MAX_DEPTH} levels", "save a flatter tree")
         except Unrecordable as why:
@@ -350,6 +349,7 @@ class LeafRecorder:
     def __init__(self) -> None:
         self._shardings: dict[Any, ShardingRecord | Unrecordable] = {}
         self._meshes: dict[Any, MeshRecord] = {}
+        self._spanning: dict[Any, bool] = {}
         self._arrays: dict[Hashable, ArrayRecord] = {}
 
     def record(self, value: Any, save_dtype: Any = None) -> LeafRecord:
@@ -401,9 +401,9 @@ class LeafRecorder:
                 "reduce it first: jax.reshard(x, spec) with a spec that has no unreduced axes",
             )
         committed = value.committed
-        if committed and jax.process_count() > 1 and value.is_fully_addressable:
+        if committed and not self._spans_all_processes(value.sharding):
             raise Unrecordable(
-                "cannot save an array that is committed to devices of this process alone, of several processes",
+                "cannot save an array that is committed to devices of some processes only",
                 "place it on a mesh over all processes, or leave it uncommitted",
             )
         key = (value.shape, value.dtype, save_dtype, id(sharding), committed)
@@ -416,6 +416,13 @@ class LeafRecorder:
                 shape=tuple(value.shape), dtype=dtype, sharding=sharding, committed=committed, prng=prng
             )
         return self._arrays[key]
+
+    def _spans_all_processes(self, sharding: jax.sharding.Sharding) -> bool:
+        """Whether every process holds a part; the same answer in every process, so that all refuse or none."""
+        if sharding not in self._spanning:
+            processes = {device.process_index for device in cast(set[jax.Device], sharding.device_set)}
+            self._spanning[sharding] = len(processes) == jax.process_count()
+        return self._spanning[sharding]
 
     def _record_sharding(self, sharding: jax.sharding.Sharding) -> ShardingRecord:
         record: ShardingRecord

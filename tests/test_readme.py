@@ -1,0 +1,75 @@
+"""The README's code runs, and its error is the one that is raised."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from trees import assert_same_tree, matrix, place
+
+import orbax_explicit as oxe
+from orbax_explicit.testing import run_on_devices
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def names(tmp_path, mesh):
+    """What the README takes for granted: a state, and places to put it."""
+    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(3)}
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    yield {
+        "state": state,
+        "path": tmp_path / "checkpoint",
+        "directory": tmp_path / "steps",
+        "step": 7,
+        "abstract_state": jax.eval_shape(lambda tree: tree, state),
+        "abstract_mesh": mesh.abstract_mesh,
+    }
+    oxe.unregister()
+    assert ocp.type_handlers.get_type_handler(jax.Array) is before
+
+
+def test_the_readme_has_the_blocks_that_run_here():
+    """A guard against a README that shows nothing."""
+    assert len(BLOCKS) == 3
+
+
+def test_every_block_runs_in_order(names):
+    """As one program, from the first to the last, and the state is what it was."""
+    saved = names["state"]
+    for block in BLOCKS:
+        exec(block, names)  # noqa: S102  # the README is ours
+    assert_same_tree(names["state"], saved)
+    assert "w" in names["manifest"].tree.keys[-1]
+
+
+def save_a_state(path: str) -> None:
+    """Run on 8 devices."""
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with oxe.StandardCheckpointer() as checkpointer:
+        params = {"embed": place(mesh, matrix(), P("d")), "out": place(mesh, matrix(), P("d", "m"))}
+        checkpointer.save(path, {"params": params, "step": jnp.int32(0)})
+
+
+def restore_text(path: str) -> str:
+    """Run on 4 devices: what the refusal says."""
+    with oxe.StandardCheckpointer() as checkpointer:
+        try:
+            checkpointer.restore(path)
+        except oxe.MeshMismatchError as error:
+            return f"MeshMismatchError: {error}"
+    return "restored"
+
+
+def test_the_error_of_the_readme_is_the_one_that_is_raised(tmp_path):
+    """Saved on 8 devices, restored on 4."""
+    run_on_devices(save_a_state, str(tmp_path / "a"), devices=8)
+    (text,) = run_on_devices(restore_text, str(tmp_path / "a"), devices=4)
+    assert f"```\n{text}\n```" in README.read_text()
