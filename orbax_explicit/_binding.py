@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from orbax_explicit._capture import CapturedTarget, LeafRecorder, partition_spec_of, record_inventory
+from orbax_explicit._capture import CapturedTarget, partition_spec_of, record_inventory, record_mesh
 from orbax_explicit._errors import MeshMismatchError, Problem
 from orbax_explicit._mesh_planning import same_axes
 from orbax_explicit._plan import (
@@ -51,18 +51,19 @@ class Present:
         devices: The devices to restore onto, in the order of `jax.devices()`.
         inventory: The record of these devices.
         context: The concrete mesh of `jax.set_mesh`; None where there is none.
+        default_device: The device of this process on which an uncommitted array is.
     """
 
     devices: tuple[jax.Device, ...]
     inventory: Inventory
     context: Mesh | None
+    default_device: jax.Device
 
     def device(self, device_id: int | None) -> jax.Device:
         """The device with this id; of None the default one."""
-        if device_id is not None:
-            return next(device for device in self.devices if device.id == device_id)
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX adds its flags at run time
-        return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+        if device_id is None:
+            return self.default_device
+        return next(device for device in self.devices if device.id == device_id)
 
 
 def read_present(devices: Sequence[jax.Device] | None = None) -> Present:
@@ -77,7 +78,15 @@ def read_present(devices: Sequence[jax.Device] | None = None) -> Present:
         devices=devices,
         inventory=record_inventory(devices),
         context=None if context.empty else context,
+        default_device=_default_device(),
     )
+
+
+def _default_device() -> jax.Device:
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX adds its flags at run time
+    if isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default if isinstance(default, jax.Device) else jax.local_devices()[0]
 
 
 def bind_plan(
@@ -186,10 +195,14 @@ def resolve_mesh(abstract_mesh: AbstractMesh, devices: Sequence[jax.Device] | No
     Raises:
         MeshMismatchError: It has more devices than there are, or the context mesh contradicts it.
     """
-    wanted = LeafRecorder().mesh(abstract_mesh)
+    wanted = record_mesh(abstract_mesh)
+    if not wanted.axis_names:
+        raise MeshMismatchError(
+            Problem(could_not="cannot resolve an empty abstract mesh", fix="pass one with axes", about="mesh")
+        )
     present = read_present(devices)
     if devices is None and present.context is not None:
-        context = LeafRecorder().mesh(present.context)
+        context = record_mesh(present.context)
         if same_axes(context, wanted):
             return present.context
         raise MeshMismatchError(

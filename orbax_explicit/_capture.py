@@ -22,8 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from orbax_explicit import _compat
 from orbax_explicit._containers import tree_of_paths
-from orbax_explicit._errors import Problem, SaveRefusedError
-from orbax_explicit._planning import TargetRecord
+from orbax_explicit._errors import MeshMismatchError, Problem, RestoreRefusedError, SaveRefusedError
 from orbax_explicit._records import (
     UNCONSTRAINED,
     ArrayRecord,
@@ -48,6 +47,7 @@ from orbax_explicit._records import (
     path_text,
     storage_name,
 )
+from orbax_explicit._targets import TargetRecord
 from orbax_explicit._wire_schema import INT_MAX, INT_MIN, MAX_TEXT_NBYTES
 
 PyTree: TypeAlias = Any
@@ -124,7 +124,9 @@ class CapturedTarget:
 # Trees.
 
 
-def record_tree(tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None) -> CapturedTree:
+def record_tree(
+    tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None, *, in_directories: bool = False
+) -> CapturedTree:
     """Records a tree that is about to be saved.
 
     Called by every process; each records the same.
@@ -132,6 +134,7 @@ def record_tree(tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None)
     Args:
         tree: Any PyTree of the leaves that are allowed.
         save_dtypes: The dtype to store a leaf in, for leaves that are cast while they are saved.
+        in_directories: Whether Orbax will store each array in a directory of its name, rather than in OCDBT.
 
     Returns:
         The manifest, and the leaves by path.
@@ -148,6 +151,8 @@ def record_tree(tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None)
             walk.refuse((), Unrecordable("cannot save an empty tree", "save a tree with at least one leaf"))
     walk.refuse_shared_names()
     walk.refuse_text_that_orbax_cannot_address()
+    if in_directories:
+        walk.refuse_names_that_are_no_directories()
     walk.raise_if_refused()
     return CapturedTree(manifest=_make_manifest(root, "tree"), values=walk.values)
 
@@ -234,15 +239,30 @@ class _Walk:
                     )
                     self.refuse(path, why)
 
+    def refuse_names_that_are_no_directories(self) -> None:
+        """Without OCDBT a name is a path below the checkpoint: it must not leave it, nor lead into another array."""
+        stored = {storage_name(path): path for path, value in self.values.items() if not isinstance(value, str)}
+        for name, path in stored.items():
+            parts = name.split("/")
+            if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > 255 for part in parts):
+                why = f"cannot save a leaf in a directory of the name {name!r}"
+                self.refuse(path, Unrecordable(why, "rename the key, or save with OCDBT"))
+            for above in ("/".join(parts[:i]) for i in range(1, len(parts))):
+                if above in stored:
+                    why = f"cannot save a leaf in the directory of another: {name!r} lies in {above!r}"
+                    self.refuse(path, Unrecordable(why, "rename the key, or save with OCDBT"))
+
     def raise_if_refused(self) -> None:
         if self.refused:
-            count = len(self.values)
-            raise SaveRefusedError(
-                *(
-                    Problem(could_not=reason, affects=tuple(paths), of=max(count, len(paths)), fix=fix)
-                    for (reason, fix), paths in self.refused.items()
-                )
-            )
+            raise SaveRefusedError(*_problems(self.refused, of=len(self.values)))
+
+
+def _problems(refused: Mapping[tuple[str, str], Sequence[str]], *, of: int) -> list[Problem]:
+    """One problem for each reason and fix, with the leaves that it affects."""
+    return [
+        Problem(could_not=reason, affects=tuple(paths), of=max(of, len(paths)), fix=fix)
+        for (reason, fix), paths in refused.items()
+    ]
 
 
 def _shared_name(name: str) -> Unrecordable:
@@ -270,10 +290,18 @@ def _one_level(node: PyTree) -> tuple[tuple[Key, ...], Sequence[PyTree], _Contai
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     if len(flat) == 1 and flat[0][0] == ():
         return None
+    if not flat and isinstance(node, Mapping):
+        # Orbax keeps an empty mapping of any class as an empty dict.
+        return (), (), _of_kind("dict")
     keys = tuple(_key(path[0]) for path, _ in flat)
+    if len(set(keys)) < len(keys):
+        raise Unrecordable(
+            f"cannot save a {type(node).__qualname__} that gives two children one key", "register it with distinct keys"
+        )
     children = [child for _, child in flat]
-    kind = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") else "node"
     cls = type(node)
+    fields = [Key("attr", name) for name in getattr(node, "_fields", ())]
+    kind = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") and list(keys) == fields else "node"
     return keys, children, _of_kind(kind, module=cls.__module__, qualname=cls.__qualname__)
 
 
@@ -380,7 +408,7 @@ class LeafRecorder:
                 known = why
             self._shardings[sharding] = known
         if isinstance(known, Unrecordable):
-            raise known
+            raise Unrecordable(known.reason, known.fix)
         return known
 
     def mesh(self, mesh: Mesh | AbstractMesh) -> MeshRecord:
@@ -447,6 +475,18 @@ class LeafRecorder:
         return record
 
 
+def record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:
+    """Records a mesh that a caller passed or set.
+
+    Raises:
+        MeshMismatchError: It has no record.
+    """
+    try:
+        return _record_mesh(mesh)
+    except Unrecordable as why:
+        raise MeshMismatchError(Problem(could_not=why.reason, fix=why.fix, about="mesh")) from None
+
+
 def _record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:
     names = tuple(mesh.axis_names)
     if not all(isinstance(name, str) for name in names):
@@ -477,9 +517,7 @@ def _record_spec(spec: PartitionSpec) -> SpecRecord:
     if odd:
         raise Unrecordable(f"cannot record mesh axis names that are not str: {odd}", "name the mesh axes by str")
     return SpecRecord(
-        partitions=tuple(
-            UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in partitions
-        ),
+        partitions=tuple(UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in partitions),
         unreduced=tuple(sorted(spec.unreduced)),
         reduced=tuple(sorted(spec.reduced)),
         unreduced_kind=_compat.unreduced_kind(spec),
@@ -566,12 +604,23 @@ def record_target(target: PyTree, prng_impls: Iterable[str] = ()) -> CapturedTar
 
     Returns:
         The records and the leaves by path, and the structure.
+
+    Raises:
+        RestoreRefusedError: A leaf asks for something that has no record. Lists all of them.
     """
     recorder = LeafRecorder()
     impls = _key_dtypes(prng_impls)
     flat, treedef = jax.tree_util.tree_flatten_with_path(target)
     leaves = {_lenient_path(keypath): leaf for keypath, leaf in flat}
-    records = {path: _target_record(leaf, recorder, impls) for path, leaf in leaves.items()}
+    records = {}
+    refused: dict[tuple[str, str], list[str]] = {}
+    for path, leaf in leaves.items():
+        try:
+            records[path] = _target_record(leaf, recorder, impls)
+        except Unrecordable as why:
+            refused.setdefault((why.reason, why.fix), []).append(path_text(path))
+    if refused:
+        raise RestoreRefusedError(*_problems(refused, of=len(leaves)))
     return CapturedTarget(records=records, leaves=leaves, treedef=treedef)
 
 
@@ -647,7 +696,13 @@ _JAX_PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def record_inventory(devices: Sequence[jax.Device]) -> Inventory:
-    """Records devices, and the memory kinds that this process can see on them."""
+    """Records devices, and the memory kinds that this process can see on them.
+
+    Raises:
+        ValueError: There are no devices.
+    """
+    if not devices:
+        raise ValueError("there are no devices to restore onto")
     own = [device for device in devices if device.process_index == jax.process_index()]
     device = own[0] if own else jax.local_devices()[0]
     return Inventory(

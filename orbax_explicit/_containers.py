@@ -9,7 +9,8 @@ a dict, as does every other node that is registered with JAX; `container_notes` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from orbax_explicit._records import (
@@ -50,24 +51,28 @@ def storage_tree(tree: Tree, leaf: Callable[[LeafPath], Any], path: LeafPath = (
     if not tree.keys:
         return {"dict": {}, "list": [], "tuple": ()}.get(tree.kind)
     children = [storage_tree(c, leaf, (*path, k)) for k, c in zip(tree.keys, tree.children, strict=True)]
-    return _plain_node([Key(k.kind, k.name if k.kind == "index" else str(k.name)) for k in tree.keys], children)
+    plain = _plain_node(tree.keys, children)
+    return {str(name): child for name, child in plain.items()} if isinstance(plain, dict) else plain
 
 
-def _plain_node(keys: Iterable[Key], children: list[Any]) -> PyTree:
-    keys = tuple(keys)
-    if keys and all(key.kind == "index" for key in keys):
+def _plain_node(keys: Sequence[Key], children: list[Any]) -> PyTree:
+    names = [key.name for key in keys]
+    if names and all(key.kind == "index" for key in keys) and names == list(range(len(names))):
         return children
-    return {key.name: child for key, child in zip(keys, children, strict=True)}
+    return dict(zip(names, children, strict=True))
 
 
 def find_namedtuple(record: ContainerRecord) -> type[tuple[Any, ...]] | None:
     """The class of a recorded NamedTuple; None where it is not imported, or is not what was recorded."""
     found: Any = sys.modules.get(record.module)
     for name in record.qualname.split("."):
-        found = getattr(found, name, None)
+        # Not getattr: a module or a class may run code, or import more, when it is asked for a name.
+        found = vars(found).get(name) if isinstance(found, type | types.ModuleType) else None
     fields = tuple(key.name for key in record.keys)
-    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
-        return found
+    if isinstance(found, type) and issubclass(found, tuple):
+        declared = next((vars(cls)["_fields"] for cls in found.__mro__ if "_fields" in vars(cls)), None)
+        if declared == fields:
+            return found
     return None
 
 

@@ -59,7 +59,7 @@ class MeshPlanner:
         self._context = context
         self._target_meshes = tuple(dict.fromkeys(target_meshes))
         # By identity: hashing a mesh costs O(devices). The manifest and the target keep the keys alive.
-        self._answers: dict[tuple[str, int, int], PlannedMesh | Refused] = {}
+        self._answers: dict[tuple[str, int, int], PlannedMesh | Problem] = {}
 
     def for_target(self, wanted: MeshRecord, recorded: MeshRecord | None) -> PlannedMesh:
         """The concrete mesh for the abstract mesh of a target's leaf.
@@ -86,10 +86,10 @@ class MeshPlanner:
             try:
                 self._answers[question] = answer()
             except Refused as refused:
-                self._answers[question] = refused
+                self._answers[question] = refused.problem
         found = self._answers[question]
-        if isinstance(found, Refused):
-            raise found
+        if isinstance(found, Problem):
+            raise Refused(found)
         return found
 
     def _for_target(self, wanted: MeshRecord, recorded: MeshRecord | None) -> PlannedMesh:
@@ -234,10 +234,10 @@ class MeshPlanner:
 
     def _positions(self, mesh: MeshRecord) -> tuple[int, ...] | None:
         """Where the devices of a mesh stood in `jax.devices()` when it was saved."""
-        if self._saved is None:
+        if self._saved is None or mesh.device_ids is None:
             return None
         position = {device_id: i for i, device_id in enumerate(self._saved.device_ids)}
-        ids = mesh.device_ids or ()
+        ids = mesh.device_ids
         return tuple(position[i] for i in ids) if all(i in position for i in ids) else None
 
 

@@ -21,6 +21,7 @@ Meshes are compared by axis names, sizes and types, never as objects.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,7 +42,6 @@ from orbax_explicit._plan import (
 from orbax_explicit._policy import RECORDED, RestorePolicy
 from orbax_explicit._records import (
     UNCONSTRAINED,
-    ArrayRecord,
     Inventory,
     LeafPath,
     LeafRecord,
@@ -51,41 +51,11 @@ from orbax_explicit._records import (
     ShardingRecord,
     SingleDeviceRecord,
     ValueRecord,
-    ValueType,
     partition_axes,
     path_text,
     plural,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRecord:
-    """What one leaf of a target asks for.
-
-    Attributes:
-        shape: The shape it expects; None for any.
-        dtype: Name of the dtype it expects, of the key data for PRNG keys; None for any.
-        prng_impl: The PRNG implementation it expects; None for an ordinary leaf.
-        sharding: The sharding it names, on a concrete or abstract mesh; None for none.
-        concrete: Whether it names a concrete sharding, perhaps of a kind that has no record.
-        committed: False for an uncommitted `jax.Array`, which names no place.
-        value_type: The type of host value it is; None for an array.
-    """
-
-    shape: tuple[int, ...] | None = None
-    dtype: str | None = None
-    prng_impl: str | None = None
-    sharding: ShardingRecord | None = None
-    concrete: bool = False
-    committed: bool = True
-    value_type: ValueType | None = None
-
-    @property
-    def abstract_mesh(self) -> MeshRecord | None:
-        """The abstract mesh that it names, if it does."""
-        if self.concrete or not isinstance(self.sharding, NamedShardingRecord):
-            return None
-        return self.sharding.mesh
+from orbax_explicit._targets import Fit, TargetRecord, fit
 
 
 def plan_from_records(
@@ -147,21 +117,22 @@ class _Planner:
         self.problems: dict[Problem, list[str]] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
-        self.decided: dict[tuple[int, int, bool], _Decision | Refused] = {}
+        self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
         self.meshes = MeshPlanner(manifest, present, policy, mesh=mesh, context=context, target_meshes=meshes)
 
     def plan(self) -> RestorePlan:
+        self._check_policy()
         outcomes = []
         for path, source, recorded, target in self._matched():
-            try:
-                outcomes.append(self._outcome(path, source, recorded, target))
-            except Refused as why:
-                self.problems.setdefault(why.problem, []).append(path_text(path))
+            outcome = self._outcome(path, source, recorded, target)
+            if outcome is not None:
+                outcomes.append(outcome)
         total = len(self.targets if self.targets is not None else self.manifest.leaves)
         refused = tuple(
-            dataclasses.replace(problem, affects=tuple(paths), of=total) for problem, paths in self.problems.items()
+            dataclasses.replace(problem, affects=tuple(paths), of=problem.of or (total if paths else 0))
+            for problem, paths in self.problems.items()
         )
         return RestorePlan(
             outcomes=tuple(outcomes),
@@ -170,6 +141,19 @@ class _Planner:
             refused=refused,
             notes=self.manifest.notes,
         )
+
+    def _check_policy(self) -> None:
+        """Axes that the policy retypes must be recorded somewhere: a misspelt one would change nothing, silently."""
+        if isinstance(self.policy.axis_types, Mapping):
+            recorded = {axis for mesh in self.manifest.meshes for axis in mesh.axis_names}
+            unknown = sorted(set(self.policy.axis_types) - recorded)
+            if recorded and unknown:
+                problem = Problem(
+                    could_not=f"cannot retype mesh axes {unknown}, which no recorded mesh has",
+                    recorded=f"mesh axes {sorted(recorded)}",
+                    fix="name recorded axes in axis_types",
+                )
+                self.problems[problem] = []
 
     def _matched(self) -> list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]]:
         """Each leaf of the result, its path in the checkpoint, what was saved and what is asked for.
@@ -183,38 +167,55 @@ class _Planner:
         wanted = {_names(path): path for path in self.targets}
         for path in self.manifest.leaves:
             if _names(path) not in wanted:
-                self._report_unmatched(
-                    "cannot leave out saved leaves that the target lacks", path, "give the target a leaf for each"
+                problem = Problem(
+                    could_not="cannot leave out saved leaves that the target lacks",
+                    of=len(self.manifest.leaves),
+                    fix="give the target a leaf for each",
                 )
+                self._report(problem, path)
         matched: list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]] = []
         for path, target in self.targets.items():
             found = saved.get(_names(path))
             if found is None:
-                self._report_unmatched(
-                    "cannot restore leaves of the target that the checkpoint lacks", path, "take them off the target"
+                problem = Problem(
+                    could_not="cannot restore leaves of the target that the checkpoint lacks",
+                    fix="take them off the target",
                 )
+                self._report(problem, path)
             else:
                 matched.append((path, *found, target))
         return matched
 
-    def _report_unmatched(self, could_not: str, path: LeafPath, fix: str) -> None:
-        self.problems.setdefault(Problem(could_not=could_not, fix=fix), []).append(path_text(path))
+    def _report(self, problem: Problem, path: LeafPath) -> None:
+        self.problems.setdefault(problem, []).append(path_text(path))
 
-    def _outcome(self, path: LeafPath, source: LeafPath, recorded: LeafRecord, target: TargetRecord | None) -> Outcome:
-        self._check_shape(recorded, target)
-        dtype = self._cast(recorded, target)
-        decision = self._decide(recorded, target)
-        placement = decision.placement
-        if isinstance(placement, OnMesh):
-            shape = target.shape if target is not None and target.shape is not None else recorded.shape
-            self._check_divisible(shape, placement)
+    def _outcome(
+        self, path: LeafPath, source: LeafPath, recorded: LeafRecord, target: TargetRecord | None
+    ) -> Outcome | None:
+        """What happens to one leaf; None where it is refused, with every problem that it has."""
+        fitted = fit(recorded, target, self.policy.cast, strict=self.strict) if target is not None else Fit()
+        problems = list(fitted.problems)
+        decision = None
+        try:
+            decision = self._decide(recorded, target)
+            if isinstance(decision.placement, OnMesh):
+                shape = recorded.shape
+                if target is not None and target.shape is not None and not self.strict:
+                    shape = target.shape
+                _check_spec(shape, decision.placement)
+        except Refused as refused:
+            problems.append(refused.problem)
+        for problem in problems:
+            self._report(problem, path)
+        if problems or decision is None:
+            return None
         return Outcome(
             path=path,
             source=source,
             recorded=recorded,
-            placement=placement,
+            placement=decision.placement,
             rule=decision.rule,
-            dtype=dtype,
+            dtype=fitted.dtype,
             notes=decision.notes,
         )
 
@@ -238,10 +239,10 @@ class _Planner:
             try:
                 self.decided[key] = self._decide_sharding(sharding, committed, target)
             except Refused as refused:
-                self.decided[key] = refused
+                self.decided[key] = refused.problem
         decision = self.decided[key]
-        if isinstance(decision, Refused):
-            raise decision
+        if isinstance(decision, Problem):
+            raise Refused(decision)
         return decision
 
     def _decide_sharding(
@@ -285,13 +286,6 @@ class _Planner:
     def _on_abstract_target(self, target: NamedShardingRecord, recorded: ShardingRecord | None) -> _Decision:
         own = recorded.mesh if isinstance(recorded, NamedShardingRecord) else None
         planned = self.meshes.for_target(target.mesh, own)
-        if target.spec.unreduced:
-            raise Refused(
-                Problem(
-                    could_not=f"cannot restore into a sharding with pending reductions, {target.spec}",
-                    fix="drop unreduced= from the target's spec",
-                )
-            )
         kind = target.memory_kind or self.present.default_memory_kind
         if kind not in self.present.memory_kinds:
             raise Refused(self._lacks_memory_kind(kind, "the target's memory kind"))
@@ -311,15 +305,6 @@ class _Planner:
                 notes = ("no axis types were recorded; the mesh axes are auto",)
             else:
                 notes = ("no axis types were recorded; those of the policy are used",)
-        if any(p is UNCONSTRAINED for p in recorded.spec.partitions) and "auto" not in (planned.mesh.axis_types or ()):
-            raise Refused(
-                Problem(
-                    could_not=f"cannot place a recorded {recorded.spec} on a mesh without an auto axis",
-                    recorded=str(recorded.mesh),
-                    present=str(planned.mesh),
-                    fix="keep an axis auto, or give the target a sharding",
-                )
-            )
         kind, kind_notes = self._memory_kind(recorded.memory_kind)
         return _Decision("recorded", OnMesh(mesh=planned, spec=recorded.spec, memory_kind=kind), (*notes, *kind_notes))
 
@@ -349,80 +334,51 @@ class _Planner:
             fix="name one of these, or leave it out for the default",
         )
 
-    def _check_shape(self, recorded: LeafRecord, target: TargetRecord | None) -> None:
-        if target is None or target.shape is None or not self.strict:
-            return
-        saved = recorded.shape
-        if isinstance(recorded, ValueRecord) and recorded.type in ("str", "bytes"):
-            return
-        if target.shape != saved:
-            raise Refused(
-                Problem(
-                    could_not=f"cannot restore shape {saved} into shape {target.shape}",
-                    fix="give the target's leaf the saved shape",
-                )
-            )
 
-    def _cast(self, recorded: LeafRecord, target: TargetRecord | None) -> str | None:
-        """The dtype to cast to; None where none is needed."""
-        if target is None:
-            return None
-        saved_impl = recorded.prng.impl if isinstance(recorded, ArrayRecord) and recorded.prng else None
-        if target.prng_impl is not None or (saved_impl is not None and target.dtype is not None):
-            if target.prng_impl != saved_impl:
-                raise Refused(
-                    Problem(
-                        could_not=f"cannot restore {recorded.dtype_text} as "
-                        + (f"key<{target.prng_impl}>" if target.prng_impl else str(target.dtype)),
-                        fix="give the target's leaf the saved PRNG implementation",
-                    )
-                )
-            return None
-        if target.dtype is None or target.dtype == recorded.dtype or not recorded.dtype:
-            return None
-        allowed = self.policy.cast == "unsafe" or (
-            self.policy.cast == "same_kind" and _dtype_kind(target.dtype) == _dtype_kind(recorded.dtype)
+def _check_spec(shape: tuple[int, ...], placement: OnMesh) -> None:
+    """Refuses what JAX would not place: a spec that does not fit the shape, or the axis types of its mesh."""
+    mesh, spec = placement.mesh.mesh, placement.spec
+    types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=True))
+    if spec.unreduced:
+        raise Refused(
+            Problem(
+                could_not=f"cannot restore into a sharding with pending reductions, {spec}",
+                fix="give the target's leaf a spec without unreduced axes",
+            )
         )
-        if not allowed:
+    if any(types[axis] != "explicit" for axis in spec.reduced):
+        raise Refused(
+            Problem(
+                could_not=f"cannot place {spec} on {mesh}: reduced axes must be explicit",
+                fix="keep these axes explicit, or give the target's leaf another spec",
+            )
+        )
+    if any(p is UNCONSTRAINED for p in spec.partitions) and "auto" not in types.values():
+        raise Refused(
+            Problem(
+                could_not=f"cannot place {spec} on {mesh}: an unconstrained dimension takes an auto axis",
+                fix="keep an axis auto, or give the target's leaf another spec",
+            )
+        )
+    if len(spec.partitions) > len(shape):
+        raise Refused(
+            Problem(
+                could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {spec}",
+                fix="give the target's leaf a spec that is no longer than its shape",
+            )
+        )
+    sizes = mesh.shape
+    for dimension, partition in enumerate(spec.partitions):
+        shards = math.prod(sizes[axis] for axis in partition_axes(partition))
+        if shape[dimension] % shards:
             raise Refused(
                 Problem(
-                    could_not=f"cannot cast {recorded.dtype} to {target.dtype} under cast={self.policy.cast!r}",
-                    fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
+                    could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by {spec}",
+                    present=f"mesh {mesh}",
+                    fix="pass a mesh whose axes divide the dimension, or a target with another sharding",
                 )
             )
-        return target.dtype
-
-    def _check_divisible(self, shape: tuple[int, ...], placement: OnMesh) -> None:
-        sizes = placement.mesh.mesh.shape
-        if len(placement.spec.partitions) > len(shape):
-            raise Refused(
-                Problem(
-                    could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {placement.spec}",
-                    fix="give the target's leaf a spec that is no longer than its shape",
-                )
-            )
-        for dimension, partition in enumerate(placement.spec.partitions):
-            shards = 1
-            for axis in partition_axes(partition):
-                shards *= sizes[axis]
-            if shape[dimension] % shards:
-                raise Refused(
-                    Problem(
-                        could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by "
-                        f"{placement.spec}",
-                        present=f"mesh {placement.mesh.mesh}",
-                        fix="pass a mesh whose axes divide the dimension, or a target with another sharding",
-                    )
-                )
 
 
 def _names(path: LeafPath) -> tuple[str, ...]:
     return tuple(str(key.name) for key in path)
-
-
-def _dtype_kind(dtype: str) -> str:
-    """`"float"` of `"bfloat16"`, `"uint"` of `"uint8"`: the dtypes between which a cast is harmless."""
-    for kind in ("float", "complex", "uint", "int"):
-        if dtype.startswith((kind, f"b{kind}")):
-            return kind
-    return dtype

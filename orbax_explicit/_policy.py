@@ -6,6 +6,7 @@ restore never fails half-way because of it. It knows neither JAX nor a checkpoin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from orbax_explicit._records import AXIS_TYPES, AxisType
 
 Cast: TypeAlias = Literal["same_kind", "never", "unsafe"]
+
+_RESTORABLE = [kind for kind in AXIS_TYPES if kind != "manual"]
 
 RECORDED = "recorded"
 """The memory kind that stands for whatever was recorded."""
@@ -53,8 +56,14 @@ class RestorePolicy:
             raise ValueError(f"cast must be one of {list(get_args(Cast))}, not {self.cast!r}")
 
     def __hash__(self) -> int:
-        types = tuple(self.axis_types.items()) if isinstance(self.axis_types, Mapping) else self.axis_types
+        types = frozenset(self.axis_types.items()) if isinstance(self.axis_types, Mapping) else self.axis_types
         return hash((types, self.memory_kind, self.cast))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and travels by its arguments: the read-only mapping does neither."""
+        axis_types = dict(self.axis_types) if isinstance(self.axis_types, Mapping) else self.axis_types
+        made = functools.partial(RestorePolicy, axis_types=axis_types, memory_kind=self.memory_kind, cast=self.cast)
+        return made, ()
 
     def typed(self, axis_names: tuple[str, ...], recorded: tuple[AxisType, ...]) -> tuple[AxisType, ...]:
         """The axis types with which a recorded mesh is rebuilt."""
@@ -70,7 +79,8 @@ def _axis_type(value: Any) -> AxisType:
     # jax.sharding.AxisType is an enum whose member names are our spellings but for the case; this floor may not
     # import it.
     name = str(getattr(value, "name", value)).lower()
-    for kind in AXIS_TYPES:
+    for kind in _RESTORABLE:
         if name == kind:
             return kind
-    raise ValueError(f"axis_types must be AxisType members or one of {list(AXIS_TYPES)}, not {value!r}")
+    # A manual axis exists within jax.shard_map alone: no array can be placed on one from outside.
+    raise ValueError(f"axis_types must be AxisType members or names among {_RESTORABLE}, not {value!r}")

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from orbax_explicit._binding import Present, bind_plan, read_present
-from orbax_explicit._capture import CapturedTarget, LeafRecorder, record_target
+from orbax_explicit._capture import CapturedTarget, record_mesh, record_target
 from orbax_explicit._containers import container_notes
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
@@ -64,14 +64,13 @@ def _make_plan(
         strict: Whether a target's shape must be the saved one.
         has_fallback: Whether there is a sharding for arrays whose recorded mesh does not fit.
     """
-    recorder = LeafRecorder()
     plan = plan_from_records(
         manifest,
         target.records if target is not None else None,
         present.inventory,
         policy,
-        mesh=recorder.mesh(mesh) if mesh is not None else None,
-        context=recorder.mesh(present.context) if present.context is not None else None,
+        mesh=record_mesh(mesh) if mesh is not None else None,
+        context=record_mesh(present.context) if present.context is not None else None,
         strict=strict,
         has_fallback=has_fallback,
     )

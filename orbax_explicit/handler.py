@@ -76,6 +76,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
         self._policy = policy
+        self._use_ocdbt = use_ocdbt
         self._primary_host = options.primary_host
         self._trees = ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=save_concurrent_gb,
@@ -98,7 +99,9 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         save_args = _leaf_save_args(args.save_args)
         try:
             captured = record_tree(
-                args.item, {path: arg.dtype for path, arg in save_args.items() if arg.dtype is not None}
+                args.item,
+                {path: arg.dtype for path, arg in save_args.items() if arg.dtype is not None},
+                in_directories=not self._use_ocdbt,
             )
         except SaveRefusedError:
             await_directories()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -393,6 +394,29 @@ def test_a_refused_save_leaves_nothing_that_stops_the_next_one(tmp_path, checkpo
     checkpointer.save(path, {"a": {"b": x}})
     checkpointer.wait_until_finished()
     assert_same_values(checkpointer.restore(path)["a"]["b"], matrix())
+
+
+@pytest.mark.parametrize(
+    ("state", "could_not"),
+    [
+        pytest.param({"/abs": 0}, "in a directory of the name '/abs'", id="that leads out of the checkpoint"),
+        pytest.param({"..": 0}, "in a directory of the name '..'", id="of the directory above"),
+        pytest.param({"a//b": 0}, "in a directory of the name 'a//b'", id="with an empty part"),
+        pytest.param({"": 0}, "in a directory of the name ''", id="that is empty"),
+        pytest.param({"a": 0, "a/0": 0}, "'a/0' lies in 'a'", id="within another array"),
+    ],
+)
+def test_without_ocdbt_a_name_is_refused(tmp_path, mesh, state, could_not):
+    """Before anything is written: there is a directory for each array, and it must be one of the checkpoint's own."""
+    arrays = {name: place(mesh, matrix(), P("d")) for name in state}
+    with (
+        oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer,
+        pytest.raises(oxe.SaveRefusedError, match=re.escape(could_not)),
+    ):
+        checkpointer.save(tmp_path / "a", arrays)
+    with oxe.StandardCheckpointer() as checkpointer:
+        path = saved(checkpointer, tmp_path, arrays)
+        assert_same_tree(checkpointer.restore(path), arrays)
 
 
 def test_constructor_takes_a_handler_or_its_arguments(tmp_path, mesh):

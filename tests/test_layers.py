@@ -28,6 +28,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_wire_stream",
         "_wire_encoding",
         "_wire_decoding",
+        "_targets",
         "_mesh_planning",
         "_planning",
         "_containers",

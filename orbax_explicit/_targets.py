@@ -1,0 +1,158 @@
+"""What a leaf of a target asks for, and whether a saved leaf can be that.
+
+Types of value, shapes, dtypes and PRNG implementations; where a leaf lands is for `_planning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orbax_explicit._errors import Problem
+from orbax_explicit._policy import Cast
+from orbax_explicit._records import (
+    ArrayRecord,
+    LeafRecord,
+    MeshRecord,
+    NamedShardingRecord,
+    ShardingRecord,
+    ValueRecord,
+    ValueType,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRecord:
+    """What one leaf of a target asks for.
+
+    Attributes:
+        shape: The shape it expects; None for any.
+        dtype: Name of the dtype it expects; None for any, and for PRNG keys.
+        prng_impl: The PRNG implementation it expects; None for an ordinary leaf.
+        sharding: The sharding it names, on a concrete or abstract mesh; None for none.
+        concrete: Whether it names a concrete sharding, perhaps of a kind that has no record.
+        committed: False for an uncommitted `jax.Array`, which names no place.
+        value_type: The type of host value it is; None for an array.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    prng_impl: str | None = None
+    sharding: ShardingRecord | None = None
+    concrete: bool = False
+    committed: bool = True
+    value_type: ValueType | None = None
+
+    @property
+    def abstract_mesh(self) -> MeshRecord | None:
+        """The abstract mesh that it names, if it does."""
+        if self.concrete or not isinstance(self.sharding, NamedShardingRecord):
+            return None
+        return self.sharding.mesh
+
+    @property
+    def type_text(self) -> str:
+        """What it asks for, as a person reads it; empty where it takes anything."""
+        if self.prng_impl is not None:
+            return f"key<{self.prng_impl}>"
+        if self.value_type is None or self.value_type in ("np.ndarray", "np.generic"):
+            return self.dtype or ""
+        return self.value_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a saved leaf becomes what a target's leaf asks for.
+
+    Attributes:
+        dtype: Name of the dtype that it is cast to; None where it keeps the saved one.
+        problems: Every reason why it cannot.
+    """
+
+    dtype: str | None = None
+    problems: tuple[Problem, ...] = ()
+
+
+def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool) -> Fit:
+    """Says how a saved leaf becomes what a target's leaf asks for.
+
+    Args:
+        recorded: What was saved.
+        target: What is asked for.
+        cast: Which casts the caller allows.
+        strict: Whether the shape must be the saved one.
+    """
+    if not target.type_text:
+        return Fit()
+    saved_impl = recorded.prng.impl if isinstance(recorded, ArrayRecord) and recorded.prng else None
+    shape_problem = _shape_problem(recorded.shape, target.shape if target.value_type is None else _shape_of(target))
+    if (
+        saved_impl != target.prng_impl
+        or (saved_impl is not None and target.value_type is not None)
+        or _is_text(recorded) != (target.value_type == "str")
+        or (target.value_type == "bytes") > _is_bytes(recorded)
+    ):
+        problem = Problem(
+            could_not=f"cannot restore {recorded.dtype_text} as {target.type_text}",
+            fix="give the target's leaf the saved PRNG implementation" if saved_impl else _TYPE_FIX,
+        )
+        return Fit(problems=(problem,))
+    if target.value_type in _PYTHON_KINDS:
+        if shape_problem is not None:
+            return Fit(problems=(shape_problem,))
+        if cast != "unsafe" and dtype_kind(recorded.dtype) not in _PYTHON_KINDS[target.value_type]:
+            problem = Problem(
+                could_not=f"cannot restore {recorded.dtype_text} as {target.type_text} under cast={cast!r}",
+                fix=f"{_TYPE_FIX}, or cast='unsafe' in the policy",
+            )
+            return Fit(problems=(problem,))
+        return Fit()
+    problems = [shape_problem] if shape_problem is not None and strict else []
+    if saved_impl is not None or target.dtype in (None, recorded.dtype):
+        return Fit(problems=tuple(problems))
+    if cast == "never" or (cast == "same_kind" and dtype_kind(str(target.dtype)) != dtype_kind(recorded.dtype)):
+        problems.append(
+            Problem(
+                could_not=f"cannot cast {recorded.dtype} to {target.dtype} under cast={cast!r}",
+                fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
+            )
+        )
+    return Fit(dtype=target.dtype, problems=tuple(problems))
+
+
+_TYPE_FIX = "give the target a leaf of the saved type"
+
+_PYTHON_KINDS: Mapping[ValueType | None, frozenset[str]] = {
+    "int": frozenset({"int", "uint"}),
+    "float": frozenset({"float"}),
+    "bool": frozenset({"bool"}),
+    "complex": frozenset({"complex"}),
+}
+
+
+def dtype_kind(dtype: str) -> str:
+    """`"float"` of `"bfloat16"`, `"uint"` of `"uint8"`: the dtypes between which a cast is harmless."""
+    for kind in ("float", "complex", "uint", "int"):
+        if dtype.startswith((kind, f"b{kind}")):
+            return kind
+    return dtype
+
+
+def _is_text(recorded: LeafRecord) -> bool:
+    return isinstance(recorded, ValueRecord) and recorded.type == "str"
+
+
+def _is_bytes(recorded: LeafRecord) -> bool:
+    return isinstance(recorded, ValueRecord) and recorded.type == "bytes"
+
+
+def _shape_of(target: TargetRecord) -> tuple[int, ...] | None:
+    return () if target.value_type in _PYTHON_KINDS else target.shape
+
+
+def _shape_problem(saved: tuple[int, ...], wanted: tuple[int, ...] | None) -> Problem | None:
+    if wanted is None or wanted == saved:
+        return None
+    return Problem(
+        could_not=f"cannot restore shape {saved} into shape {wanted}", fix="give the target's leaf the saved shape"
+    )

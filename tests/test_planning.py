@@ -1,0 +1,1531 @@
+"""`_planning`: every line of the order that decides where a leaf lands, as values that know no JAX.
+
+The recorded run has 8 CPU devices; `w` is an 8x8 float32 on `P('d', 'm')` of a mesh (d=2, m=4), both axes explicit,
+unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import path
+
+from orbax_explicit import MeshMismatchError, RestorePlan, RestorePolicy, RestoreRefusedError
+from orbax_explicit._errors import Problem
+from orbax_explicit._mesh_planning import same_axes
+from orbax_explicit._plan import (
+    RULES,
+    AsFallback,
+    AsTarget,
+    OnDevice,
+    OnHost,
+    OnMesh,
+    Outcome,
+    PlannedMesh,
+    Uncommitted,
+)
+from orbax_explicit._planning import TargetRecord, plan_from_records
+from orbax_explicit._records import (
+    AXIS_TYPES,
+    UNCONSTRAINED,
+    ArrayRecord,
+    ContainerRecord,
+    Inventory,
+    Key,
+    LeafPath,
+    LeafRecord,
+    Manifest,
+    MeshRecord,
+    NamedShardingRecord,
+    PrngRecord,
+    ShardingRecord,
+    SingleDeviceRecord,
+    SpecRecord,
+    ValueRecord,
+    path_text,
+)
+from orbax_explicit.testing import fake_inventory
+
+HERE = fake_inventory(8)
+
+
+def mesh_of(
+    sizes: Mapping[str, int] | None = None,
+    types: str | Sequence[str] | None = "explicit",
+    ids: Sequence[int] | None = None,
+    platform: str | None = "cpu",
+) -> MeshRecord:
+    """A concrete mesh, (d=2, m=4) on the first devices unless said otherwise; one type stands for every axis."""
+    sizes = {"d": 2, "m": 4} if sizes is None else sizes
+    return MeshRecord(
+        axis_names=tuple(sizes),
+        axis_sizes=tuple(sizes.values()),
+        axis_types=(types,) * len(sizes) if isinstance(types, str) else types if types is None else tuple(types),
+        device_ids=tuple(range(math.prod(sizes.values())) if ids is None else ids),
+        platform=platform,
+    )
+
+
+MESH = mesh_of()
+
+
+def abstract(mesh: MeshRecord) -> MeshRecord:
+    """The same axes on no devices."""
+    return dataclasses.replace(mesh, device_ids=None, platform=None)
+
+
+def on(mesh: MeshRecord, *partitions: Any, kind: str | None = "device", **spec: Any) -> NamedShardingRecord:
+    """A sharding on a mesh."""
+    return NamedShardingRecord(mesh=mesh, spec=SpecRecord(partitions=partitions, **spec), memory_kind=kind)
+
+
+def array(sharding: ShardingRecord | None, shape: tuple[int, ...] = (8, 8), **fields: Any) -> ArrayRecord:
+    """A float32 array."""
+    return ArrayRecord(shape=shape, dtype=fields.pop("dtype", "float32"), sharding=sharding, **fields)
+
+
+def manifest_of(leaves: Mapping[str, LeafRecord], inventory: Inventory | None = HERE, **fields: Any) -> Manifest:
+    """The record of a dict."""
+    keys = tuple(Key("dict", name) for name in leaves)
+    return Manifest(
+        tree=ContainerRecord(kind="dict", keys=keys, children=tuple(leaves.values())), inventory=inventory, **fields
+    )
+
+
+SAVED = manifest_of({"w": array(on(MESH, "d", "m"))})
+
+
+def plan_of(
+    manifest: Manifest = SAVED,
+    targets: Mapping[str, TargetRecord] | None = None,
+    present: Inventory = HERE,
+    policy: RestorePolicy | None = None,
+    **options: Any,
+) -> RestorePlan:
+    """A plan; leaves of the target are named by their key."""
+    by_path = None if targets is None else {path(name): target for name, target in targets.items()}
+    return plan_from_records(manifest, by_path, present, policy, **options)
+
+
+def only(plan: RestorePlan) -> Outcome:
+    """The one outcome of a plan that refuses nothing."""
+    assert plan.refused == ()
+    (outcome,) = plan.outcomes
+    return outcome
+
+
+def refused(plan: RestorePlan) -> Problem:
+    """The one problem of a plan that places nothing."""
+    assert plan.outcomes == ()
+    (problem,) = plan.refused
+    return problem
+
+
+def wanted(sharding: ShardingRecord | None = None, **fields: Any) -> TargetRecord:
+    """A target leaf that agrees with `w` in shape and dtype."""
+    return TargetRecord(**{"shape": (8, 8), "dtype": "float32", "sharding": sharding, **fields})
+
+
+def test_planning_needs_no_jax():
+    """A restore onto 65,536 chips is planned on a laptop that has neither JAX nor Orbax."""
+    script = """
+import sys
+for name in ("jax", "jaxlib", "orbax", "numpy"):
+    sys.modules[name] = None
+import importlib.util, pathlib, types
+root = pathlib.Path(importlib.util.find_spec("orbax_explicit").submodule_search_locations[0])
+package = types.ModuleType("orbax_explicit")
+package.__path__ = [str(root)]
+sys.modules["orbax_explicit"] = package
+from orbax_explicit._planning import plan_from_records
+from orbax_explicit._records import ContainerRecord, Manifest
+from orbax_explicit.testing import fake_inventory
+print(plan_from_records(Manifest(tree=ContainerRecord(kind="dict")), None, fake_inventory(2048, processes=32)))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.stdout == (
+        "restore of 0 leaves\n  present   65536 cpu devices, 32 processes\n  recorded  devices not recorded\n"
+    ), ran.stderr
+
+
+# 1. The target's leaf has a concrete sharding.
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(on(mesh_of({"x": 8}), "x"), id="on another mesh"),
+        pytest.param(on(mesh_of({"x": 16}), "x"), id="on devices that are not here, which JAX must then have made up"),
+        pytest.param(SingleDeviceRecord(device_id=3), id="on one device"),
+        pytest.param(None, id="of a kind that has no record"),
+    ],
+)
+def test_a_concrete_target_sharding_is_taken_as_it_is(sharding):
+    """Before anything else: neither the mesh that was passed nor the context's has a say."""
+    plan = plan_of(targets={"w": wanted(sharding, concrete=True)}, mesh=mesh_of({"y": 8}), context=mesh_of({"z": 8}))
+    outcome = only(plan)
+    assert outcome.placement == AsTarget(sharding=sharding)
+    assert outcome.rule == "target"
+    assert outcome.notes == ()
+
+
+def test_an_uncommitted_target_array_names_no_place():
+    """What is in the result stays as free as it was in the target."""
+    outcome = only(plan_of(targets={"w": wanted(SingleDeviceRecord(device_id=0), concrete=True, committed=False)}))
+    assert outcome.placement == Uncommitted(memory_kind="device")
+    assert outcome.rule == "target"
+
+
+# 2. The target's leaf has a sharding on an abstract mesh.
+
+OTHER_IDS = mesh_of(ids=range(7, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("options", "axes", "ids", "source"),
+    [
+        pytest.param({"mesh": OTHER_IDS}, MESH, OTHER_IDS.device_ids, "given", id="the mesh that was passed"),
+        pytest.param(
+            {"mesh": OTHER_IDS, "context": mesh_of(types="auto")},
+            MESH,
+            OTHER_IDS.device_ids,
+            "given",
+            id="the mesh that was passed, whatever the context says",
+        ),
+        pytest.param({"context": OTHER_IDS}, MESH, OTHER_IDS.device_ids, "context", id="a context mesh that equals it"),
+        pytest.param({}, MESH, MESH.device_ids, "recorded devices", id="the recorded devices"),
+        pytest.param(
+            {},
+            mesh_of(types=("auto", "manual")),
+            MESH.device_ids,
+            "recorded devices",
+            id="the recorded devices where names and sizes are equal but not the types",
+        ),
+        pytest.param(
+            {"manifest": manifest_of({"w": array(on(OTHER_IDS, "d"))})},
+            MESH,
+            OTHER_IDS.device_ids,
+            "recorded devices",
+            id="the recorded devices in their recorded order",
+        ),
+        pytest.param(
+            {"manifest": manifest_of({"w": array(None), "v": array(on(OTHER_IDS, "d"))})},
+            MESH,
+            OTHER_IDS.device_ids,
+            "recorded devices",
+            id="the recorded devices of another leaf, where the leaf's own were not recorded",
+        ),
+        pytest.param({}, mesh_of({"m": 4, "d": 2}), None, "new", id="a new mesh where the axes come in another order"),
+        pytest.param({}, mesh_of({"d": 4, "m": 2}), None, "new", id="a new mesh where the sizes differ"),
+        pytest.param({}, mesh_of({"d": 2, "m": 2}), None, "new", id="a new mesh smaller than the machine"),
+        pytest.param(
+            {"present": fake_inventory(4, first_id=100)},
+            mesh_of({"d": 2, "m": 2}),
+            None,
+            "new",
+            id="a new mesh where the recorded devices are gone",
+        ),
+        pytest.param(
+            {"present": fake_inventory(8, first_id=100)},
+            MESH,
+            None,
+            "new",
+            id="a new mesh of the recorded shape where the recorded devices are gone",
+        ),
+    ],
+)
+def test_an_abstract_target_mesh_is_made_concrete_on(options, axes, ids, source):
+    """Spec, types and memory kind are the target's; the devices are those of the first line that applies."""
+    targets = {"w": wanted(on(abstract(axes), None, "d", kind="pinned_host"))}
+    if len(options.get("manifest", SAVED).leaves) > 1:
+        targets["v"] = wanted(None, concrete=True)
+    plan = plan_of(targets=targets, **options)
+    assert plan.refused == ()
+    outcome = plan.by_path[path("w")]
+    assert outcome.rule == "target's abstract mesh"
+    assert outcome.placement == OnMesh(
+        mesh=PlannedMesh(mesh=dataclasses.replace(axes, device_ids=ids, platform="cpu"), source=source, recorded=None),
+        spec=SpecRecord(partitions=(None, "d")),
+        memory_kind="pinned_host",
+    )
+
+
+def test_a_target_without_a_memory_kind_means_the_default_one():
+    """Not the recorded one: the target has a sharding, and it says so."""
+    saved = manifest_of({"w": array(on(MESH, "d", kind="pinned_host"))})
+    plan = plan_of(saved, {"w": wanted(on(abstract(MESH), "d", kind=None))})
+    assert only(plan).placement.memory_kind == "device"
+
+
+@pytest.mark.parametrize("name", ["mesh", "context"])
+@pytest.mark.parametrize(
+    "at_hand",
+    [
+        pytest.param(mesh_of(types="auto"), id="types the axes otherwise"),
+        pytest.param(mesh_of({"d": 4, "m": 2}), id="has other sizes"),
+        pytest.param(mesh_of({"x": 2, "m": 4}), id="has other names"),
+        pytest.param(mesh_of({"m": 4, "d": 2}), id="has the axes in another order"),
+    ],
+)
+def test_a_mesh_at_hand_that_contradicts_an_abstract_target_is_refused(name, at_hand):
+    """Never a silent pick: the error shows both, and says where each comes from."""
+    problem = refused(plan_of(targets={"w": wanted(on(abstract(MESH), "d"))}, **{name: at_hand}))
+    whose = "the mesh that was passed" if name == "mesh" else "the mesh of jax.set_mesh"
+    assert problem.could_not == f"cannot resolve the target's mesh {MESH} on {whose} {at_hand}"
+    assert problem.present == f"{whose} is {at_hand}"
+    assert problem.affects == ("w",)
+    assert problem.about == "mesh"
+    assert ("restore outside jax.set_mesh" in problem.fix) == (name == "context")
+
+
+def test_a_mesh_that_contradicts_a_target_is_one_problem_for_all_its_leaves():
+    """However many specs they were recorded with."""
+    saved = manifest_of({"a": array(on(MESH, "d")), "b": array(on(MESH, "m")), "c": array(None)})
+    target = on(abstract(MESH), "d")
+    plan = plan_of(saved, dict.fromkeys("abc", wanted(target)), mesh=mesh_of({"x": 8}))
+    assert [problem.affects for problem in plan.refused] == [("a", "b", "c")]
+
+
+def test_an_abstract_target_larger_than_the_machine_is_refused():
+    """Both sides, and what would fit."""
+    large = mesh_of({"d": 4, "m": 4})
+    problem = refused(plan_of(targets={"w": wanted(on(abstract(large), "d"))}))
+    assert str(problem) == (
+        "cannot resolve the target's mesh (d=4 explicit, m=4 explicit) on 8 cpu devices, 1 process\n"
+        "  present   8 cpu devices, 1 process\n"
+        "  affects   w\n"
+        "  fix       give the target a mesh of at most 8 devices"
+    )
+    assert problem.about == "mesh"
+
+
+def test_a_target_with_a_pending_reduction_is_refused():
+    """Nothing that is read could be a pending reduction."""
+    target = wanted(on(abstract(MESH), "d", unreduced=("m",), unreduced_kind="sum"))
+    problem = refused(plan_of(targets={"w": target}))
+    assert problem.could_not == ("cannot restore into a sharding with pending reductions, P('d', unreduced={'m'})")
+    assert problem.about == "leaf"
+
+
+def test_a_leaf_without_a_sharding_is_not_blamed_for_another_leafs():
+    """It lands on the target's mesh all the same; the refusal names the leaf that asked for what cannot be had."""
+    saved = manifest_of({"count": array(on(MESH), shape=()), "w": array(on(MESH, "d"))})
+    targets = {
+        "count": wanted(shape=()),
+        "w": wanted(on(abstract(MESH), "d", unreduced=("m",), unreduced_kind="sum")),
+    }
+    plan = plan_of(saved, targets)
+    assert [problem.affects for problem in plan.refused] == [("w",)]
+    assert list(plan.by_path) == [path("count")]
+
+
+def test_leaves_of_one_abstract_mesh_land_on_one_mesh():
+    """Whatever they were recorded on, and where a leaf has no sharding of its own."""
+    saved = manifest_of(
+        {"a": array(on(MESH, "d")), "b": array(on(mesh_of({"x": 8}), "x")), "c": array(None), "n": array(on(MESH))}
+    )
+    target = on(abstract(MESH), "m")
+    plan = plan_of(saved, {"a": wanted(target), "b": wanted(target), "c": wanted(target), "n": wanted()})
+    assert plan.refused == ()
+    assert {(p.mesh, p.source) for p in plan.meshes} == {(MESH, "recorded devices")}
+
+
+# 3. The recorded sharding.
+
+
+@pytest.mark.parametrize(
+    "given_mesh",
+    [
+        pytest.param(mesh_of({"d": 4, "m": 2}, "auto"), id="of other sizes and types"),
+        pytest.param(mesh_of({"m": 2, "d": 2, "x": 2}), id="with one axis more, in another order"),
+        pytest.param(mesh_of(ids=range(100, 108)), id="on other devices"),
+    ],
+)
+def test_a_mesh_that_was_passed_takes_the_recorded_spec(given_mesh):
+    """Its sizes and axis types win: the caller said so."""
+    outcome = only(plan_of(mesh=given_mesh, context=mesh_of({"z": 8}), policy=RestorePolicy(axis_types="auto")))
+    assert outcome.rule == "recorded"
+    assert outcome.placement == OnMesh(
+        mesh=PlannedMesh(mesh=given_mesh, source="given", recorded=MESH),
+        spec=SpecRecord(partitions=("d", "m")),
+        memory_kind="device",
+    )
+
+
+def test_a_mesh_that_was_passed_needs_only_the_axes_of_the_spec():
+    """A recorded axis that splits nothing may be gone."""
+    saved = manifest_of({"w": array(on(MESH, "d"))})
+    flat = mesh_of({"d": 8})
+    assert only(plan_of(saved, mesh=flat)).placement.mesh.mesh == flat
+
+
+def test_a_mesh_that_was_passed_without_the_recorded_axes_is_refused():
+    """The error names the axes."""
+    problem = refused(plan_of(mesh=mesh_of({"d": 2, "x": 4})))
+    assert problem.could_not == "cannot place the recorded P('d', 'm'): the mesh that was passed lacks ['m']"
+    assert (problem.recorded, problem.present) == (
+        "(d=2 explicit, m=4 explicit)",
+        "(d=2 explicit, x=4 explicit)",
+    )
+    assert problem.about == "mesh"
+
+
+@pytest.mark.parametrize(
+    ("context", "policy"),
+    [
+        pytest.param(MESH, None, id="that equals the recorded one"),
+        pytest.param(mesh_of({"d": 4, "m": 2}), None, id="of other sizes"),
+        pytest.param(mesh_of({"x": 1, "m": 2, "d": 4}, ("auto", "explicit", "explicit")), None, id="with an axis more"),
+        pytest.param(
+            mesh_of(types="auto"), RestorePolicy(axis_types="auto"), id="of the types that the policy asks for"
+        ),
+    ],
+)
+def test_a_context_mesh_takes_the_recorded_spec(context, policy):
+    """It has the recorded axis names and types."""
+    outcome = only(plan_of(context=context, policy=policy))
+    assert outcome.placement.mesh == PlannedMesh(mesh=context, source="context", recorded=MESH)
+    assert outcome.placement.spec == SpecRecord(partitions=("d", "m"))
+
+
+@pytest.mark.parametrize(
+    ("context", "policy"),
+    [
+        pytest.param(mesh_of({"d": 8}), None, id="that lacks an axis"),
+        pytest.param(mesh_of(types=("explicit", "auto")), None, id="that types an axis otherwise"),
+        pytest.param(MESH, RestorePolicy(axis_types={"m": "auto"}), id="of types that the policy does not ask for"),
+    ],
+)
+def test_a_context_mesh_is_refused(context, policy):
+    """An error that says what to pass, never another mesh in silence."""
+    problem = refused(plan_of(context=context, policy=policy))
+    assert problem.could_not == f"cannot place a recorded mesh {MESH} on the mesh of jax.set_mesh {context}"
+    assert (problem.recorded, problem.present, problem.about) == (str(MESH), str(context), "mesh")
+    for advice in ("mesh=", "axis_types=", "outside jax.set_mesh"):
+        assert advice in problem.fix
+
+
+def test_a_context_mesh_takes_a_mesh_without_recorded_types():
+    """Its types are as good as any."""
+    saved = manifest_of({"w": array(on(mesh_of(types=None), "d"))})
+    assert only(plan_of(saved, context=MESH)).placement.mesh.mesh == MESH
+
+
+@pytest.mark.parametrize(
+    ("sharding", "concrete", "mesh", "source"),
+    [
+        pytest.param(
+            on(mesh_of({"d": 4, "m": 2}), "d"),
+            True,
+            mesh_of({"d": 4, "m": 2}),
+            "target",
+            id="the target's concrete mesh",
+        ),
+        pytest.param(
+            on(abstract(mesh_of({"d": 4, "m": 2})), "d"),
+            False,
+            dataclasses.replace(mesh_of({"d": 4, "m": 2}), device_ids=None),
+            "new",
+            id="the target's abstract mesh",
+        ),
+        pytest.param(
+            on(abstract(MESH), "d"),
+            False,
+            MESH,
+            "recorded devices",
+            id="the target's abstract mesh on recorded devices",
+        ),
+        pytest.param(
+            on(mesh_of({"d": 4, "m": 2}, "auto"), "d"),
+            True,
+            MESH,
+            "recorded devices",
+            id="the recorded devices, where the target types the axes otherwise",
+        ),
+        pytest.param(
+            on(mesh_of({"x": 8}), "x"),
+            True,
+            MESH,
+            "recorded devices",
+            id="the recorded devices, where the target has other axes",
+        ),
+    ],
+)
+def test_a_leaf_that_a_target_gives_no_sharding_lands_on(sharding, concrete, mesh, source):
+    """Beside the leaves that have one: `jax.eval_shape` gives scalars no sharding."""
+    saved = manifest_of({"count": array(on(MESH), shape=()), "w": array(on(MESH, "d"))})
+    plan = plan_of(saved, {"count": wanted(shape=()), "w": wanted(sharding, concrete=concrete)})
+    assert plan.refused == ()
+    count = plan.by_path[path("count")]
+    assert count.rule == "recorded"
+    assert count.placement.mesh == PlannedMesh(mesh=mesh, source=source, recorded=MESH)
+
+
+TURNED, ROTATED = mesh_of(ids=range(7, -1, -1)), mesh_of(ids=(*range(1, 8), 0))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "taken", "source"),
+    [
+        pytest.param(mesh_of({"d": 4, "m": 2}), TURNED, TURNED, "target", id="the one of the recorded sizes is taken"),
+        pytest.param(TURNED, MESH, MESH, "target", id="the one on the recorded devices is taken"),
+        pytest.param(mesh_of({"x": 8}), TURNED, TURNED, "target", id="the only one of the recorded axes is taken"),
+        pytest.param(TURNED, ROTATED, MESH, "recorded devices", id="none is picked where nothing tells them apart"),
+    ],
+)
+def test_of_several_target_meshes(first, second, taken, source):
+    """What is most like the recorded mesh, and never one by chance."""
+    saved = manifest_of({"count": array(on(MESH), shape=()), "v": array(on(MESH)), "w": array(on(MESH))})
+    targets = {
+        "count": wanted(shape=()),
+        "v": wanted(on(first), concrete=True),
+        "w": wanted(on(second), concrete=True),
+    }
+    placement = plan_of(saved, targets).by_path[path("count")].placement
+    assert placement.mesh == PlannedMesh(mesh=taken, source=source, recorded=MESH)
+
+
+# 3a and 3b. The recorded mesh, rebuilt.
+
+HALF = {"d": 2, "m": 2}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "saved_on", "present", "ids", "source"),
+    [
+        pytest.param(MESH, HERE, HERE, MESH.device_ids, "recorded devices", id="the same devices"),
+        pytest.param(
+            OTHER_IDS, HERE, HERE, OTHER_IDS.device_ids, "recorded devices", id="the same devices in reverse order"
+        ),
+        pytest.param(
+            mesh_of(HALF, ids=(4, 6, 5, 7)), HERE, HERE, (4, 6, 5, 7), "recorded devices", id="the same half of them"
+        ),
+        pytest.param(
+            MESH,
+            HERE,
+            fake_inventory(4, processes=2),
+            None,
+            "new",
+            id="as many devices of two processes, where one had them all",
+        ),
+        pytest.param(
+            mesh_of(ids=(0, 1, 2, 3, 2048, 2049, 2050, 2051)),
+            fake_inventory(4, processes=2),
+            HERE,
+            None,
+            "new",
+            id="as many devices of one process, where two had them",
+        ),
+        pytest.param(
+            mesh_of(ids=range(2048, 2056)), None, HERE, None, "new", id="as many devices of other ids, none recorded"
+        ),
+        pytest.param(
+            mesh_of(platform="cuda"),
+            fake_inventory(8, platform="cuda"),
+            HERE,
+            None,
+            "new",
+            id="as many devices of another platform, though the ids are the same",
+        ),
+        pytest.param(
+            mesh_of(HALF, ids=(4, 6, 5, 7)),
+            HERE,
+            fake_inventory(8, first_id=100),
+            (104, 106, 105, 107),
+            "recorded positions",
+            id="the half of them that stands where the recorded one stood",
+        ),
+        pytest.param(
+            mesh_of(HALF, ids=(2, 2048, 3, 2049), platform="cuda"),
+            fake_inventory(4, processes=2, platform="cuda"),
+            HERE,
+            (2, 4, 3, 5),
+            "recorded positions",
+            id="the recorded positions over two processes and another platform",
+        ),
+        pytest.param(
+            mesh_of(HALF),
+            None,
+            fake_inventory(16),
+            (0, 1, 2, 3),
+            "recorded devices",
+            id="the recorded ids in a larger machine, where no inventory was recorded",
+        ),
+    ],
+)
+def test_a_recorded_mesh_is_rebuilt_on(recorded, saved_on, present, ids, source):
+    """The same names, sizes and types."""
+    saved = manifest_of({"w": array(on(recorded, "d", "m"))}, saved_on)
+    placed = dataclasses.replace(recorded, device_ids=ids, platform="cpu")
+    assert only(plan_of(saved, present=present)).placement.mesh == PlannedMesh(
+        mesh=placed, source=source, recorded=recorded
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        pytest.param({"d": 2, "m": 4}, True, id="is rebuilt where it is as large as the machine"),
+        pytest.param(
+            {"d": 2, "m": 2}, False, id="is refused where it is smaller: nothing says on which devices it was"
+        ),
+    ],
+)
+def test_a_recorded_mesh_without_devices(sizes, fits):
+    """An odd file may say so; it is no reason for an exception."""
+    recorded = abstract(mesh_of(sizes))
+    plan = plan_of(manifest_of({"w": array(on(recorded, "d"))}))
+    if fits:
+        placed = dataclasses.replace(recorded, platform="cpu")
+        assert only(plan).placement.mesh == PlannedMesh(mesh=placed, source="new", recorded=recorded)
+    else:
+        assert refused(plan).could_not == "cannot rebuild mesh (d=2 explicit, m=2 explicit) on 8 devices"
+
+
+def test_arrays_of_one_recorded_mesh_land_on_one_planned_mesh():
+    """Not on equal ones: binding makes one `Mesh` of each."""
+    names = "abcd"
+    saved = manifest_of({name: array(on(MESH, axis)) for name, axis in zip(names, ("d", "m", None, "d"), strict=True)})
+    plan = plan_of(saved, present=fake_inventory(8, first_id=8))
+    assert len({id(outcome.placement.mesh) for outcome in plan.outcomes}) == 1
+    assert len(plan.meshes) == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "types"),
+    [
+        pytest.param("auto", ("auto", "auto"), id="for every axis"),
+        pytest.param({"m": "auto"}, ("explicit", "auto"), id="for the axes that it names"),
+    ],
+)
+def test_a_policy_retypes_the_recorded_mesh(choice, types):
+    """Devices and specs stay."""
+    placement = only(plan_of(policy=RestorePolicy(axis_types=choice))).placement
+    assert placement.mesh == PlannedMesh(mesh=mesh_of(types=types), source="recorded devices", recorded=MESH)
+    assert placement.spec == SpecRecord(partitions=("d", "m"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "types", "note"),
+    [
+        pytest.param(None, "auto", "no axis types were recorded; the mesh axes are auto", id="auto, as they were then"),
+        pytest.param(
+            RestorePolicy(axis_types="explicit"),
+            "explicit",
+            "no axis types were recorded; those of the policy are used",
+            id="those of the policy",
+        ),
+    ],
+)
+def test_axis_types_that_were_not_recorded_are(policy, types, note):
+    """And the plan says so."""
+    outcome = only(plan_of(manifest_of({"w": array(on(mesh_of(types=None), "d"))}), policy=policy))
+    assert outcome.placement.mesh.mesh == mesh_of(types=types)
+    assert outcome.notes == (note,)
+
+
+# 3c. A recorded mesh that fits in no way.
+
+
+def test_a_recorded_mesh_that_does_not_fit_is_one_error_that_lists_every_array():
+    """Recorded, present, how many, what to do; and as a `MeshMismatchError`."""
+    mesh = mesh_of({"data": 2, "model": 4})
+    saved = manifest_of(
+        {f"layer_{i}": array(on(mesh, axis)) for i in range(3) for axis in ("model",)}
+        | {f"other_{i}": array(on(mesh, "data", kind="pinned_host")) for i in range(4)}
+    )
+    plan = plan_of(saved, present=fake_inventory(4))
+    assert plan.outcomes == ()
+    with pytest.raises(MeshMismatchError) as error:
+        plan.raise_if_refused()
+    assert str(error.value) == (
+        "cannot rebuild mesh (data=2 explicit, model=4 explicit) on 4 devices\n"
+        "  recorded  8 cpu devices, 1 process\n"
+        "  present   4 cpu devices, 1 process\n"
+        "  affects   7 of 7 leaves, first: layer_0, layer_1, layer_2, other_0, other_1\n"
+        "  fix       pass mesh= with the axes data, model over the present devices, or a target with shardings"
+    )
+    assert error.value.problems[0].affects == tuple(path_text(leaf) for leaf in saved.leaves)
+
+
+def test_each_mesh_that_does_not_fit_is_a_problem_of_its_own():
+    """With the arrays that are on it."""
+    saved = manifest_of({"a": array(on(MESH)), "b": array(on(mesh_of({"x": 8}))), "c": array(on(MESH, "d"))})
+    plan = plan_of(saved, present=fake_inventory(4))
+    assert [problem.affects for problem in plan.refused] == [("a", "c"), ("b",)]
+
+
+def test_a_mesh_that_does_not_fit_beside_another_problem_is_no_mesh_mismatch():
+    """The error is of the class that covers both."""
+    saved = manifest_of({"a": array(on(MESH)), "b": array(None)})
+    plan = plan_of(saved, {"a": wanted(), "b": wanted(shape=(1,))}, present=fake_inventory(4))
+    with pytest.raises(RestoreRefusedError) as error:
+        plan.raise_if_refused()
+    assert type(error.value) is RestoreRefusedError
+    assert [problem.about for problem in error.value.problems] == ["mesh", "leaf"]
+
+
+def test_a_fallback_sharding_takes_what_does_not_fit():
+    """And the plan says why; what fits stays on its mesh."""
+    half = mesh_of(HALF)
+    saved = manifest_of({"a": array(on(MESH, "d")), "b": array(SingleDeviceRecord(device_id=0))})
+    plan = plan_of(saved, present=fake_inventory(4), has_fallback=True)
+    assert plan.refused == ()
+    assert plan.by_path[path("a")].placement == AsFallback()
+    assert plan.by_path[path("a")].rule == "fallback"
+    assert plan.by_path[path("a")].notes == ("cannot rebuild mesh (d=2 explicit, m=4 explicit) on 4 devices",)
+    assert plan.by_path[path("b")].rule == "one device"
+    fitting = plan_of(manifest_of({"a": array(on(half, "d"))}), has_fallback=True)
+    assert only(fitting).rule == "recorded"
+
+
+# 4. One device, and uncommitted.
+
+
+@pytest.mark.parametrize(
+    ("recorded", "present", "device_id", "notes"),
+    [
+        pytest.param(SingleDeviceRecord(device_id=3, platform="cpu"), HERE, 3, (), id="on that device if it is here"),
+        pytest.param(SingleDeviceRecord(device_id=3), HERE, 3, (), id="on that device, of a platform unknown"),
+        pytest.param(
+            SingleDeviceRecord(device_id=3, platform="cpu"),
+            fake_inventory(2),
+            None,
+            ("cpu:3 is not present; placed on the default device",),
+            id="on the default device if it is not here",
+        ),
+        pytest.param(
+            SingleDeviceRecord(device_id=0, platform="cuda"),
+            HERE,
+            None,
+            ("cuda:0 is not present; placed on the default device",),
+            id="on the default device if its platform is not here",
+        ),
+    ],
+)
+def test_an_array_recorded_on_one_device_is_committed(recorded, present, device_id, notes):
+    """Neither the mesh that was passed nor the context's takes it."""
+    outcome = only(plan_of(manifest_of({"w": array(recorded)}), present=present, mesh=MESH, context=mesh_of({"x": 8})))
+    assert outcome.placement == OnDevice(device_id=device_id, memory_kind="device")
+    assert outcome.rule == "one device"
+    assert outcome.notes == notes
+
+
+def test_an_array_recorded_on_one_device_is_held_by_each_of_several_processes():
+    """Committed to one process's device it would be out of reach of the others; the plan says so."""
+    recorded = array(SingleDeviceRecord(device_id=3, platform="cpu"))
+    outcome = only(plan_of(manifest_of({"w": recorded}), present=fake_inventory(4, processes=2)))
+    assert outcome.placement == Uncommitted(memory_kind="device")
+    assert outcome.rule == "one device"
+    assert outcome.notes == ("recorded on one device; each of several processes holds it, uncommitted",)
+
+
+ONE = mesh_of({"d": 1})
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(SingleDeviceRecord(device_id=0, platform="cpu"), id="on one device"),
+        pytest.param(SingleDeviceRecord(device_id=77, platform="cuda"), id="on a device that is not here"),
+        pytest.param(on(ONE), id="on a mesh of one device"),
+    ],
+)
+def test_an_uncommitted_array_is_uncommitted_again(sharding):
+    """Wherever it lay: the plan names no device, and says nothing of the one that is gone."""
+    outcome = only(plan_of(manifest_of({"w": array(sharding, committed=False)}), mesh=MESH))
+    assert outcome.placement == Uncommitted(memory_kind="device")
+    assert (outcome.rule, outcome.notes) == ("uncommitted", ())
+
+
+# 5. Nothing was recorded.
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target", "placement", "rule", "notes"),
+    [
+        pytest.param(
+            array(None),
+            None,
+            OnHost(type="np.ndarray"),
+            "host",
+            ("no sharding was recorded; restored to the host",),
+            id="an array without a sharding comes to the host",
+        ),
+        pytest.param(
+            array(None, dtype="uint32", prng=PrngRecord(impl="rbg", key_shape=(4,))),
+            None,
+            Uncommitted(memory_kind="device"),
+            "uncommitted",
+            ("no sharding was recorded; the keys are uncommitted",),
+            id="keys cannot be on the host",
+        ),
+        pytest.param(
+            ValueRecord(type="np.ndarray", dtype="float32", shape=(8, 8)),
+            None,
+            OnHost(type="np.ndarray"),
+            "host",
+            (),
+            id="a NumPy array stays one",
+        ),
+        pytest.param(
+            ValueRecord(type="int", dtype="int64"), None, OnHost(type="int"), "host", (), id="an int stays one"
+        ),
+        pytest.param(ValueRecord(type="str"), None, OnHost(type="str"), "host", (), id="a text stays one"),
+        pytest.param(
+            ValueRecord(type="int", dtype="int64"),
+            wanted(shape=(), dtype="int64"),
+            OnHost(type="np.ndarray"),
+            "host",
+            (),
+            id="an int into a shape and a dtype becomes a NumPy array",
+        ),
+        pytest.param(
+            array(on(MESH, "d")),
+            wanted(value_type="np.ndarray"),
+            OnHost(type="np.ndarray"),
+            "host",
+            (),
+            id="an array on a mesh into a NumPy array comes to the host",
+        ),
+        pytest.param(
+            array(on(MESH), shape=()),
+            TargetRecord(value_type="float"),
+            OnHost(type="float"),
+            "host",
+            (),
+            id="a scalar array into a float comes to the host",
+        ),
+    ],
+)
+def test_a_value_on_the_host(recorded, target, placement, rule, notes):
+    """Of the type that the target has, else of the recorded one."""
+    outcome = only(plan_of(manifest_of({"w": recorded}), None if target is None else {"w": target}))
+    assert (outcome.placement, outcome.rule, outcome.notes) == (placement, rule, notes)
+
+
+def test_a_numpy_leaf_goes_where_an_abstract_target_says():
+    """A checkpoint of NumPy arrays can be restored onto a mesh."""
+    saved = manifest_of({"w": ValueRecord(type="np.ndarray", dtype="float32", shape=(8, 8))})
+    placement = only(plan_of(saved, {"w": wanted(on(abstract(MESH), "d"))})).placement
+    assert placement.mesh == PlannedMesh(mesh=dataclasses.replace(MESH, device_ids=None), source="new")
+
+
+# Memory kinds.
+
+TPU = fake_inventory(8, platform="tpu", memory_kinds=("device", "pinned_host", "unpinned_host"))
+OLD_CPU = fake_inventory(8, memory_kinds=("unpinned_host",), default_memory_kind="unpinned_host")
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_on", "present", "policy", "lands", "notes"),
+    [
+        pytest.param("pinned_host", HERE, HERE, None, "pinned_host", (), id="the recorded kind is kept"),
+        pytest.param("unpinned_host", HERE, HERE, None, "unpinned_host", (), id="a kind that is no default is kept"),
+        pytest.param(None, HERE, HERE, None, "device", (), id="a kind left to the platform is its default"),
+        pytest.param(
+            "unpinned_host",
+            OLD_CPU,
+            TPU,
+            None,
+            "device",
+            (),
+            id="the default of one platform is the default of another",
+        ),
+        pytest.param("device", TPU, OLD_CPU, None, "unpinned_host", (), id="and the other way round"),
+        pytest.param(
+            "pinned_host",
+            HERE,
+            OLD_CPU,
+            None,
+            "unpinned_host",
+            ("cpu has no pinned_host memory; restored to unpinned_host",),
+            id="a kind that is not here becomes the default, noted",
+        ),
+        pytest.param("unpinned_host", None, HERE, None, "unpinned_host", (), id="a kind is kept without an inventory"),
+        pytest.param(
+            "device", HERE, HERE, RestorePolicy(memory_kind="pinned_host"), "pinned_host", (), id="the policy's kind"
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(lambda kind: array(on(mesh_of(platform=None), "d", kind=kind)), id="on a mesh"),
+        pytest.param(lambda kind: array(SingleDeviceRecord(device_id=0, memory_kind=kind)), id="on one device"),
+        pytest.param(
+            lambda kind: array(SingleDeviceRecord(device_id=0, memory_kind=kind), committed=False), id="uncommitted"
+        ),
+    ],
+)
+def test_a_memory_kind(kind, saved_on, present, policy, lands, notes, sharding):
+    """Always named in the plan, never left to an upstream default."""
+    outcome = only(plan_of(manifest_of({"w": sharding(kind)}, saved_on), present=present, policy=policy))
+    assert outcome.placement.memory_kind == lands
+    assert outcome.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("targets", "policy", "could_not"),
+    [
+        pytest.param(
+            None,
+            RestorePolicy(memory_kind="hbm"),
+            "cannot restore into 'hbm', the policy's memory kind",
+            id="of the policy",
+        ),
+        pytest.param(
+            {"w": wanted(on(abstract(MESH), "d", kind="hbm"))},
+            None,
+            "cannot restore into 'hbm', the target's memory kind",
+            id="of the target",
+        ),
+    ],
+)
+def test_a_memory_kind_that_was_asked_for_and_is_not_here_is_refused(targets, policy, could_not):
+    """What was recorded may fall back, what was asked for may not."""
+    problem = refused(plan_of(targets=targets, policy=policy))
+    assert problem.could_not == could_not
+    assert problem.present == "cpu devices with device, pinned_host, unpinned_host"
+
+
+# Shapes, dtypes and leaves that do not fit the target.
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "cast", "dtype"),
+    [
+        pytest.param("float32", "float32", "never", None, id="the same dtype needs no cast"),
+        pytest.param("float32", None, "never", None, id="a target of any dtype needs no cast"),
+        pytest.param("float32", "bfloat16", "same_kind", "bfloat16", id="float to bfloat"),
+        pytest.param("bfloat16", "float8_e4m3fn", "same_kind", "float8_e4m3fn", id="bfloat to an eight-bit float"),
+        pytest.param("int64", "int8", "same_kind", "int8", id="signed to signed"),
+        pytest.param("uint8", "uint32", "same_kind", "uint32", id="unsigned to unsigned"),
+        pytest.param("complex128", "complex64", "same_kind", "complex64", id="complex to complex"),
+        pytest.param("float32", "int32", "unsafe", "int32", id="float to int, unsafe"),
+        pytest.param("float32", "bfloat16", "never", "refused", id="float to bfloat, never"),
+        pytest.param("float32", "int32", "same_kind", "refused", id="float to int"),
+        pytest.param("int32", "float32", "same_kind", "refused", id="int to float"),
+        pytest.param("int32", "uint32", "same_kind", "refused", id="signed to unsigned"),
+        pytest.param("bool", "int8", "same_kind", "refused", id="bool to int"),
+        pytest.param("complex64", "float32", "same_kind", "refused", id="complex to float"),
+        pytest.param("float32", "complex64", "same_kind", "refused", id="float to complex"),
+    ],
+)
+def test_a_dtype_is_cast(saved, target, cast, dtype):
+    """Within a kind, unless the policy says otherwise."""
+    plan = plan_of(
+        manifest_of({"w": array(on(MESH, "d"), dtype=saved)}),
+        {"w": wanted(dtype=target)},
+        policy=RestorePolicy(cast=cast),
+    )
+    if dtype == "refused":
+        assert refused(plan).could_not == f"cannot cast {saved} to {target} under cast={cast!r}"
+    else:
+        assert only(plan).dtype == dtype
+
+
+KEYS = array(
+    SingleDeviceRecord(device_id=0), (8,), dtype="uint32", prng=PrngRecord(impl="threefry2x32", key_shape=(2,))
+)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target", "could_not"),
+    [
+        pytest.param(KEYS, TargetRecord(shape=(8,), prng_impl="threefry2x32"), None, id="the same implementation"),
+        pytest.param(KEYS, TargetRecord(), None, id="a target that asks for nothing"),
+        pytest.param(
+            KEYS,
+            TargetRecord(shape=(8,), prng_impl="rbg"),
+            "cannot restore key<threefry2x32> as key<rbg>",
+            id="another implementation",
+        ),
+        pytest.param(
+            KEYS,
+            TargetRecord(shape=(8,), dtype="uint32"),
+            "cannot restore key<threefry2x32> as uint32",
+            id="keys as numbers",
+        ),
+        pytest.param(
+            array(on(MESH), (8,), dtype="uint32"),
+            TargetRecord(shape=(8,), prng_impl="rbg"),
+            "cannot restore uint32 as key<rbg>",
+            id="numbers as keys",
+        ),
+        pytest.param(
+            KEYS,
+            TargetRecord(value_type="int"),
+            "cannot restore key<threefry2x32> as int",
+            id="keys as a Python number",
+        ),
+    ],
+)
+@pytest.mark.parametrize("cast", ["same_kind", "unsafe"])
+def test_keys_come_back_as_keys_of_their_implementation(recorded, target, could_not, cast):
+    """No cast makes other keys of them."""
+    plan = plan_of(manifest_of({"w": recorded}), {"w": target}, policy=RestorePolicy(cast=cast))
+    if could_not is None:
+        assert only(plan).dtype is None
+    else:
+        assert refused(plan).could_not == could_not
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target", "strict", "could_not"),
+    [
+        pytest.param(array(None), wanted(), True, None, id="the saved shape"),
+        pytest.param(array(None), wanted(shape=None), True, None, id="a target of any shape"),
+        pytest.param(
+            array(None), wanted(shape=(8, 4)), True, "cannot restore shape (8, 8) into shape (8, 4)", id="another shape"
+        ),
+        pytest.param(
+            array(None), wanted(shape=(64,)), True, "cannot restore shape (8, 8) into shape (64,)", id="another rank"
+        ),
+        pytest.param(array(None), wanted(shape=(8, 4)), False, None, id="another shape without strictness"),
+        pytest.param(
+            ValueRecord(type="np.ndarray", dtype="float32", shape=(3,)),
+            wanted(shape=(4,)),
+            True,
+            "cannot restore shape (3,) into shape (4,)",
+            id="another shape of a NumPy array",
+        ),
+        pytest.param(
+            ValueRecord(type="float", dtype="float32"),
+            wanted(shape=(1,)),
+            True,
+            "cannot restore shape () into shape (1,)",
+            id="a number into an array of one element",
+        ),
+        pytest.param(
+            KEYS,
+            TargetRecord(shape=(8, 2), prng_impl="threefry2x32"),
+            True,
+            "cannot restore shape (8,) into shape (8, 2)",
+            id="the shape of the key data instead of that of the keys",
+        ),
+    ],
+)
+def test_a_shape(recorded, target, strict, could_not):
+    """Must be the saved one."""
+    plan = plan_of(manifest_of({"w": recorded}), {"w": target}, strict=strict)
+    if could_not is None:
+        assert plan.refused == ()
+    else:
+        assert refused(plan).could_not == could_not
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target"),
+    [
+        pytest.param(array(on(MESH, "d")), TargetRecord(value_type="int"), id="an array of 64 elements into an int"),
+        pytest.param(array(on(MESH), ()), TargetRecord(value_type="str"), id="a number into a text"),
+        pytest.param(ValueRecord(type="str"), TargetRecord(value_type="float"), id="a text into a float"),
+        pytest.param(
+            ValueRecord(type="str"), wanted(on(abstract(MESH)), shape=()), id="a text into an array on a mesh"
+        ),
+        pytest.param(ValueRecord(type="str"), wanted(shape=()), id="a text into an array"),
+        pytest.param(
+            ValueRecord(type="float", dtype="float64"), TargetRecord(value_type="int"), id="a float into an int"
+        ),
+    ],
+)
+def test_a_value_that_its_target_cannot_hold_is_refused(recorded, target):
+    """In the plan, before anything is read; never a bare `ValueError` from half-way through, never a lossy cast."""
+    plan = plan_of(manifest_of({"w": recorded}), {"w": target})
+    assert [problem.affects for problem in plan.refused] == [("w",)]
+    assert plan.outcomes == ()
+
+
+def test_a_policy_for_an_axis_that_no_recorded_mesh_has_is_refused():
+    """A misspelt axis would change nothing, silently; where no mesh is recorded there is nothing to change."""
+    policy = RestorePolicy(axis_types={"d": "auto", "mdoel": "auto"})
+    (problem,) = plan_of(policy=policy).refused
+    assert problem.could_not == "cannot retype mesh axes ['mdoel'], which no recorded mesh has"
+    assert problem.recorded == "mesh axes ['d', 'm']"
+    assert plan_of(manifest_of({"w": array(None)}), policy=policy).refused == ()
+
+
+def test_missing_and_extra_leaves_are_listed():
+    """Those that fit are placed all the same, so that the plan can be read."""
+    saved = manifest_of({name: array(on(MESH)) for name in ("a", "b", "c", "d")})
+    plan = plan_of(saved, {"a": wanted(), "x": wanted(), "y": wanted()})
+    assert [path_text(outcome.path) for outcome in plan.outcomes] == ["a"]
+    assert {problem.could_not: problem.affects for problem in plan.refused} == {
+        "cannot leave out saved leaves that the target lacks": ("b", "c", "d"),
+        "cannot restore leaves of the target that the checkpoint lacks": ("x", "y"),
+    }
+
+
+def test_leaves_are_counted_among_those_of_their_own_side():
+    """Saved ones among the saved, wanted ones among the wanted: never 4 of 1 leaves."""
+    saved = manifest_of({name: array(on(MESH)) for name in "abcde"})
+    plan = plan_of(saved, {"x": wanted()})
+    assert [(len(problem.affects), problem.of) for problem in plan.refused] == [(5, 5), (1, 1)]
+
+
+def test_leaves_are_matched_by_the_text_of_their_keys():
+    """A class that was saved by its attributes may come back into a dict, and int keys into text, as in stock Orbax."""
+    saved = Manifest(
+        tree=ContainerRecord(
+            kind="namedtuple",
+            keys=(Key("attr", "mu"),),
+            children=(ContainerRecord(kind="list", keys=(Key("index", 0),), children=(array(on(MESH)),)),),
+            module="m",
+            qualname="C",
+        ),
+        inventory=HERE,
+    )
+    wanted_path = (Key("dict", "mu"), Key("dict", "0"))
+    outcome = only(plan_from_records(saved, {wanted_path: wanted()}, HERE))
+    assert (outcome.path, outcome.source) == (wanted_path, (Key("attr", "mu"), Key("index", 0)))
+
+
+def test_every_refusal_of_a_restore_comes_at_once():
+    """Shapes, dtypes, meshes, missing leaves: one error."""
+    saved = manifest_of({"a": array(on(MESH)), "b": array(on(MESH)), "c": array(on(MESH)), "d": array(on(MESH))})
+    targets = {
+        "a": wanted(shape=(1,)),
+        "b": wanted(dtype="int8"),
+        "c": wanted(on(abstract(mesh_of({"x": 16})))),
+        "e": wanted(),
+    }
+    plan = plan_of(saved, targets)
+    assert sorted((problem.could_not, problem.affects) for problem in plan.refused) == [
+        ("cannot cast float32 to int8 under cast='same_kind'", ("b",)),
+        ("cannot leave out saved leaves that the target lacks", ("d",)),
+        ("cannot resolve the target's mesh (x=16 explicit) on 8 cpu devices, 1 process", ("c",)),
+        ("cannot restore leaves of the target that the checkpoint lacks", ("e",)),
+        ("cannot restore shape (8, 8) into shape (1,)", ("a",)),
+    ]
+
+
+def test_a_leaf_with_two_problems_is_listed_under_both():
+    """Or the second one comes as a surprise once the first is mended."""
+    plan = plan_of(targets={"w": wanted(shape=(1,), dtype="int8")})
+    assert [problem.affects for problem in plan.refused] == [("w",), ("w",)]
+
+
+# Specs that do not fit a mesh.
+
+
+def test_a_dimension_that_a_mesh_does_not_divide_is_refused():
+    """By leaf name, with the shape, the spec and the mesh."""
+    saved = manifest_of({"v": array(on(MESH, "m"), (8, 4)), "w": array(on(mesh_of({"m": 2}), "m"), (6, 4))})
+    plan = plan_of(saved, mesh=mesh_of({"m": 4}))
+    assert [path_text(outcome.path) for outcome in plan.outcomes] == ["v"]
+    (problem,) = plan.refused
+    assert problem.could_not == "cannot split dimension 0 of (6, 4) into 4 shards by P('m')"
+    assert (problem.present, problem.affects, problem.of) == ("mesh (m=4 explicit)", ("w",), 2)
+
+
+def test_a_dimension_is_divided_by_all_its_axes_together():
+    """Over two axes of sizes 2 and 4 into 8."""
+    saved = manifest_of({"w": array(on(mesh_of({"d": 1, "m": 4}), ("d", "m")), (4, 4))})
+    problem = refused(plan_of(saved, mesh=MESH))
+    assert problem.could_not == "cannot split dimension 0 of (4, 4) into 8 shards by P(('d', 'm'))"
+
+
+def test_a_target_spec_longer_than_its_shape_is_refused():
+    """JAX would say so too, leaf after leaf."""
+    saved = manifest_of({"w": array(None, (8,))})
+    problem = refused(plan_of(saved, {"w": wanted(on(abstract(MESH), None, "d"), shape=(8,))}))
+    assert problem.could_not == "cannot place an array of 1 dimension by P(None, 'd')"
+
+
+def test_without_strictness_it_is_the_targets_shape_that_must_divide():
+    """What is cut or padded has that shape."""
+    target = wanted(on(abstract(MESH), "m"), shape=(6, 8))
+    problem = refused(plan_of(targets={"w": target}, strict=False))
+    assert problem.could_not == "cannot split dimension 0 of (6, 8) into 4 shards by P('m')"
+
+
+@pytest.mark.parametrize(
+    ("types", "policy", "fits"),
+    [
+        pytest.param(("explicit", "auto"), None, True, id="a mesh with an auto axis takes it"),
+        pytest.param(("explicit", "auto"), RestorePolicy(axis_types="explicit"), False, id="a retyped one does not"),
+        pytest.param(("auto", "auto"), RestorePolicy(axis_types={"d": "explicit"}), True, id="one auto axis is enough"),
+        pytest.param(None, None, True, id="a mesh without recorded types is auto"),
+    ],
+)
+def test_an_unconstrained_dimension(types, policy, fits):
+    """The compiler may only choose among auto axes."""
+    saved = manifest_of({"w": array(on(mesh_of(types=types), UNCONSTRAINED, "m"), (7, 8))})
+    plan = plan_of(saved, policy=policy)
+    if fits:
+        assert only(plan).placement.spec == SpecRecord(partitions=(UNCONSTRAINED, "m"))
+    else:
+        assert refused(plan).could_not == (
+            "cannot place P(UNCONSTRAINED, 'm') on (d=2 explicit, m=4 explicit): an unconstrained dimension takes an auto "
+            "axis"
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"policy": RestorePolicy(axis_types="auto")}, id="that the policy retypes"),
+        pytest.param({"mesh": mesh_of(types=("explicit", "auto"))}, id="that the passed mesh types otherwise"),
+    ],
+)
+def test_a_reduced_axis_is_refused(options):
+    """JAX knows reduced axes only where they are explicit; neither a bare `ValueError` nor a dropped fact."""
+    saved = manifest_of({"v": array(on(MESH, "d")), "w": array(on(MESH, "d", reduced=("m",)))})
+    plan = plan_of(saved, **options)
+    assert [problem.affects for problem in plan.refused] == [("w",)]
+    assert list(plan.by_path) == [path("v")]
+
+
+def test_a_reduced_axis_is_kept_where_it_stays_explicit():
+    """The spec is verbatim."""
+    saved = manifest_of({"w": array(on(MESH, "d", reduced=("m",)))})
+    plan = plan_of(saved, policy=RestorePolicy(axis_types={"d": "auto"}))
+    assert only(plan).placement.spec == SpecRecord(partitions=("d",), reduced=("m",))
+
+
+def test_a_recorded_pending_reduction_is_refused():
+    """No save of ours writes one; a file that says so must not end in a bare `NotImplementedError`."""
+    saved = manifest_of({"w": array(on(MESH, "d", unreduced=("m",), unreduced_kind="sum"))})
+    assert refused(plan_of(saved)).affects == ("w",)
+
+
+def test_same_axes_compares_names_sizes_and_types_but_no_devices():
+    """The one notion of equality between an abstract mesh and a concrete one."""
+    assert same_axes(MESH, abstract(MESH))
+    assert same_axes(MESH, mesh_of(ids=range(8, 16)))
+    for other in (
+        mesh_of(types="auto"),
+        mesh_of({"d": 4, "m": 2}),
+        mesh_of({"m": 4, "d": 2}),
+        mesh_of({"d": 2, "x": 4}),
+    ):
+        assert not same_axes(MESH, other), other
+
+
+# A plan as a person reads it.
+
+
+def test_a_plan_reads_like_this():
+    """Meshes, then what decided, then what differs, then what is refused."""
+    stock = mesh_of({"x": 8}, types=None, ids=range(8))
+    leaves = {f"layer_{i}": array(on(MESH, "d")) for i in range(4)} | {
+        "count": array(SingleDeviceRecord(device_id=0), (), committed=False),
+        "far": array(SingleDeviceRecord(device_id=3, platform="cuda")),
+        "host": ValueRecord(type="int", dtype="int64"),
+        "odd": array(on(MESH, UNCONSTRAINED)),
+        "old": array(on(stock, "x")),
+    }
+    saved = manifest_of(leaves, notes=("2 shardings could not be read",))
+    plan = plan_of(saved, present=fake_inventory(8, first_id=100), policy=RestorePolicy(axis_types={"d": "explicit"}))
+    assert str(plan) == (
+        "restore of 8 leaves\n"
+        "  present   8 cpu devices, 1 process\n"
+        "  recorded  8 cpu devices, 1 process\n"
+        "  mesh      (d=2 explicit, m=4 explicit) -> (d=2 explicit, m=4 explicit) on the present devices, in the order "
+        "of jax.make_mesh\n"
+        "  mesh      (x=8 untyped) -> (x=8 auto) on the present devices, in the order of jax.make_mesh\n"
+        "        5 x the recorded spec\n"
+        "        1 x on one device, as recorded\n"
+        "        1 x uncommitted, as recorded\n"
+        "        1 x a value on the host\n"
+        "  note      cuda:3 is not present; placed on the default device: far\n"
+        "  note      no axis types were recorded; those of the policy are used: old\n"
+        "  note      2 shardings could not be read\n"
+        "  refused   cannot place P(UNCONSTRAINED) on (d=2 explicit, m=4 explicit): an unconstrained dimension takes an "
+        "auto axis\n"
+        "  refused     affects   1 of 9 leaves: odd\n"
+        "  refused     fix       keep an axis auto, or give the target's leaf another spec"
+    )
+
+
+def test_a_note_of_many_leaves_names_the_first_three():
+    """The rest is a number."""
+    saved = manifest_of({f"a{i}": array(None) for i in range(5)})
+    assert str(plan_of(saved)).splitlines()[-1] == (
+        "  note      no sharding was recorded; restored to the host: a0, a1, a2 and 2 more"
+    )
+
+
+def test_every_rule_and_every_source_of_a_mesh_has_a_text():
+    """A plan can always be printed."""
+    mesh = PlannedMesh(mesh=MESH, source="given")
+    leaf = array(None)
+    for rule in RULES:
+        outcome = Outcome(path=path("w"), source=path("w"), recorded=leaf, placement=AsFallback(), rule=rule)
+        assert "1 x " in str(RestorePlan(outcomes=(outcome,), present=HERE))
+    for source in ("given", "context", "target", "recorded devices", "recorded positions", "new"):
+        placement = OnMesh(mesh=dataclasses.replace(mesh, source=source), spec=SpecRecord(), memory_kind="device")
+        outcome = Outcome(path=path("w"), source=path("w"), recorded=leaf, placement=placement, rule="recorded")
+        assert "  mesh      (d=2 explicit, m=4 explicit) on " in str(RestorePlan(outcomes=(outcome,), present=HERE))
+
+
+# Properties. `strategies` has any record that is valid; those here are of runs that could have been.
+
+AXES = ("d", "m", "x", "y")
+
+
+@st.composite
+def inventories(draw: st.DrawFn) -> Inventory:
+    """Up to eight devices of one or two processes, with other ids and kinds of memory."""
+    kinds = draw(st.sets(st.sampled_from(["device", "pinned_host", "unpinned_host"]), min_size=1))
+    return fake_inventory(
+        draw(st.sampled_from([1, 2, 3, 4, 8])),
+        processes=draw(st.sampled_from([1, 2])),
+        platform=draw(st.sampled_from(["cpu", "tpu"])),
+        first_id=draw(st.sampled_from([0, 1, 100])),
+        memory_kinds=tuple(kinds),
+        default_memory_kind=draw(st.sampled_from(sorted(kinds))),
+    )
+
+
+@st.composite
+def meshes(draw: st.DrawFn, inventory: Inventory, typed: bool = False) -> MeshRecord:
+    """A mesh over some devices of an inventory, in any order."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(0, 3))):
+        sizes.append(draw(st.integers(1, inventory.device_count // math.prod(sizes))))
+    ids = draw(st.permutations(inventory.device_ids))[: math.prod(sizes)]
+    types = draw(st.lists(st.sampled_from(AXIS_TYPES), min_size=len(sizes), max_size=len(sizes)))
+    return MeshRecord(
+        axis_names=tuple(draw(st.permutations(AXES))[: len(sizes)]),
+        axis_sizes=tuple(sizes),
+        axis_types=tuple(types) if typed or draw(st.booleans()) else None,
+        device_ids=tuple(ids),
+        platform=inventory.platform,
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn, mesh: MeshRecord) -> SpecRecord:
+    """A spec that JAX could have had: each axis at most once, reduced ones explicit, no open dimension without auto."""
+    free = list(draw(st.permutations(mesh.axis_names)))
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types or (), strict=False) if kind == "explicit"}
+    partitions: list[Any] = []
+    for _ in range(draw(st.integers(0, 3))):
+        axes = tuple(free.pop() for _ in range(draw(st.integers(0, len(free)))))
+        alone = [None, UNCONSTRAINED] if "auto" in (mesh.axis_types or ()) else [None]
+        partitions.append(draw(st.sampled_from(alone)) if not axes else axes[0] if len(axes) == 1 else axes)
+    reduced = sorted(explicit.intersection(free)) if draw(st.booleans()) else ()
+    return SpecRecord(partitions=tuple(partitions), reduced=tuple(reduced))
+
+
+@st.composite
+def named_arrays(draw: st.DrawFn, inventory: Inventory, mesh: MeshRecord) -> ArrayRecord:
+    """An array on a mesh that divides it."""
+    kind = draw(st.sampled_from([None, *inventory.memory_kinds]))
+    sharding = NamedShardingRecord(mesh=mesh, spec=draw(specs(mesh)), memory_kind=kind)
+    rank = len(sharding.spec.partitions) + draw(st.integers(0, 1))
+    shape = tuple(sharding.shards_along(i) * draw(st.integers(0, 3)) for i in range(rank))
+    return ArrayRecord(shape=shape, dtype=draw(st.sampled_from(["float32", "int8"])), sharding=sharding)
+
+
+@st.composite
+def manifests(draw: st.DrawFn, recorded: bool = False) -> Manifest:
+    """A dict of leaves of every kind; `recorded` for one of which everything is known."""
+    inventory = draw(inventories())
+    on_meshes = draw(st.lists(meshes(inventory, typed=recorded), min_size=1, max_size=3))
+    single = st.builds(
+        SingleDeviceRecord,
+        device_id=st.sampled_from(inventory.device_ids),
+        platform=st.just(inventory.platform),
+        memory_kind=st.sampled_from([None, *inventory.memory_kinds]),
+    )
+    kinds = [
+        st.sampled_from(on_meshes).flatmap(lambda mesh: named_arrays(inventory, mesh)),
+        # An array that is committed to a device of one process of several cannot be saved.
+        st.builds(
+            array, single, st.just((2,)), committed=st.booleans() if inventory.process_count == 1 else st.just(False)
+        ),
+        st.sampled_from([ValueRecord(type="int", dtype="int64"), ValueRecord(type="str")]),
+    ]
+    if not recorded:
+        kinds += [st.just(array(None)), st.just(KEYS)]
+    leaves = draw(st.lists(st.one_of(kinds), max_size=8))
+    return manifest_of(
+        {f"leaf_{i}": leaf for i, leaf in enumerate(leaves)},
+        inventory if recorded or draw(st.booleans()) else None,
+    )
+
+
+@st.composite
+def targets(draw: st.DrawFn, manifest: Manifest) -> dict[LeafPath, TargetRecord]:
+    """Some leaves of a manifest and some that it lacks, as asked for in every way."""
+    wanted_leaves = {}
+    for leaf_path, leaf in (*manifest.leaves.items(), (path("unknown"), array(None))):
+        mesh = draw(meshes(HERE, typed=True))
+        sharding = draw(st.sampled_from([None, NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord()), on(mesh)]))
+        target = TargetRecord(
+            shape=draw(st.sampled_from([None, leaf.shape, (5,)])),
+            dtype=draw(st.sampled_from([None, "float32", "int8"])),
+            sharding=sharding,
+            concrete=sharding is not None and sharding.mesh.device_ids is not None,
+            value_type=draw(st.sampled_from([None, None, "np.ndarray"])),
+        )
+        if draw(st.integers(0, 4)):
+            wanted_leaves[leaf_path] = target
+    return wanted_leaves
+
+
+@st.composite
+def restores(draw: st.DrawFn) -> dict[str, Any]:
+    """The arguments of `plan_from_records`: everything that a restore may depend on."""
+    manifest = draw(manifests())
+    present = draw(st.one_of(inventories(), st.just(manifest.inventory or HERE)))
+    return {
+        "manifest": manifest,
+        "targets": draw(st.one_of(st.none(), targets(manifest))),
+        "present": present,
+        "policy": draw(
+            st.one_of(
+                st.none(),
+                st.builds(
+                    RestorePolicy,
+                    axis_types=st.sampled_from([None, "auto", {"d": "explicit"}]),
+                    memory_kind=st.sampled_from(["recorded", "device", "pinned_host"]),
+                    cast=st.sampled_from(["same_kind", "never", "unsafe"]),
+                ),
+            )
+        ),
+        "mesh": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
+        "context": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
+        "strict": draw(st.booleans()),
+        "has_fallback": draw(st.booleans()),
+    }
+
+
+@given(restores())
+def test_every_leaf_has_one_outcome_or_is_refused(restore):
+    """Never both, never neither, and in tree order."""
+    plan = plan_from_records(**restore)
+    result = restore["targets"] if restore["targets"] is not None else restore["manifest"].leaves
+    placed = [path_text(outcome.path) for outcome in plan.outcomes]
+    blocked = [name for problem in plan.refused for name in problem.affects]
+    left_out = [leaf for leaf in restore["manifest"].leaves if leaf not in result]
+    assert len(set(placed)) == len(placed)
+    assert set(placed).isdisjoint(blocked)
+    assert {*placed, *blocked} == {path_text(leaf) for leaf in (*result, *left_out)}
+    assert placed == [path_text(leaf) for leaf in result if path_text(leaf) in set(placed)]
+    for problem in plan.refused:
+        assert problem.affects or problem.could_not.startswith("cannot retype"), problem
+        assert problem.could_not.startswith("cannot "), problem
+        assert problem.fix, problem
+
+
+@given(
+    strategies.manifests(),
+    strategies.inventories(),
+    st.none() | strategies.meshes(abstract=False, typed=True),
+    st.none() | strategies.meshes(abstract=False, typed=True),
+)
+def test_any_record_can_be_planned(manifest, present, mesh, context):
+    """However odd: what cannot be done is refused, and never an exception."""
+    plan = plan_from_records(manifest, None, present, mesh=mesh, context=context)
+    placed = [outcome.path for outcome in plan.outcomes]
+    blocked = {name for problem in plan.refused for name in problem.affects}
+    assert {*map(path_text, placed), *blocked} == set(map(path_text, manifest.leaves))
+    assert len(set(placed)) == len(placed)
+    assert str(plan).startswith(f"restore of {len(placed)} leaves")
+
+
+@given(restores())
+def test_planning_is_deterministic(restore):
+    """Every process plans the same."""
+    plan = plan_from_records(**restore)
+    assert plan_from_records(**restore) == plan
+    assert str(plan_from_records(**restore)) == str(plan)
+
+
+@given(manifests(recorded=True))
+def test_a_plan_on_unchanged_devices_changes_nothing(manifest):
+    """Mesh, spec, types, devices and memory kind as recorded; nothing is refused, and nothing needs a note."""
+    plan = plan_from_records(manifest, None, manifest.inventory)
+    assert plan.refused == ()
+    assert list(plan.by_path) == list(manifest.leaves)
+    default = manifest.inventory.default_memory_kind
+    for outcome in plan.outcomes:
+        leaf = outcome.recorded
+        assert leaf is manifest.leaves[outcome.path]
+        assert (outcome.source, outcome.dtype, outcome.notes) == (outcome.path, None, ())
+        sharding = leaf.sharding if isinstance(leaf, ArrayRecord) else None
+        if sharding is None:
+            assert outcome.placement == OnHost(type=leaf.type)
+        elif not leaf.committed:
+            assert outcome.placement == Uncommitted(memory_kind=sharding.memory_kind or default)
+        elif isinstance(sharding, SingleDeviceRecord):
+            assert outcome.placement == OnDevice(
+                device_id=sharding.device_id, memory_kind=sharding.memory_kind or default
+            )
+        else:
+            assert outcome.placement == OnMesh(
+                mesh=PlannedMesh(mesh=sharding.mesh, source="recorded devices", recorded=sharding.mesh),
+                spec=sharding.spec,
+                memory_kind=sharding.memory_kind or default,
+            )
+
+
+@given(restores())
+def test_a_plan_never_invents_axes(restore):
+    """The axes of every outcome are those that were recorded, passed, or asked for by the target or the policy."""
+    plan = plan_from_records(**restore)
+    policy = restore["policy"] or RestorePolicy()
+    given_meshes = [mesh for mesh in (restore["mesh"], restore["context"]) if mesh is not None]
+    for target in (restore["targets"] or {}).values():
+        if isinstance(target.sharding, NamedShardingRecord):
+            given_meshes.append(target.sharding.mesh)
+    allowed = {(mesh.axis_names, mesh.axis_types) for mesh in given_meshes}
+    for mesh in restore["manifest"].meshes:
+        allowed.add(
+            (mesh.axis_names, policy.typed(mesh.axis_names, mesh.axis_types or ("auto",) * len(mesh.axis_names)))
+        )
+    for outcome in plan.outcomes:
+        if isinstance(outcome.placement, OnMesh):
+            mesh = outcome.placement.mesh.mesh
+            assert (mesh.axis_names, mesh.axis_types) in allowed
+            assert outcome.placement.spec.axes() <= set(mesh.axis_names)
+            assert outcome.placement.memory_kind in restore["present"].memory_kinds
+
+
+@given(restores())
+def test_an_array_on_a_mesh_can_be_placed_as_planned(restore):
+    """The mesh divides it, has no more devices than there are, and is on devices that are here or were named."""
+    plan = plan_from_records(**restore)
+    for outcome in plan.outcomes:
+        if not isinstance(outcome.placement, OnMesh):
+            continue
+        planned = outcome.placement.mesh
+        target = (restore["targets"] or {}).get(outcome.path)
+        shape = target.shape if target is not None and target.shape is not None else outcome.recorded.shape
+        as_placed = NamedShardingRecord(mesh=planned.mesh, spec=outcome.placement.spec)
+        assert [n % as_placed.shards_along(i) for i, n in enumerate(shape)] == [0] * len(shape)
+        if planned.source == "new":
+            assert planned.mesh.device_ids is None
+            assert planned.mesh.size <= restore["present"].device_count
+        elif planned.source.startswith("recorded"):
+            assert set(planned.mesh.device_ids) <= set(restore["present"].device_ids)
+
+
+def test_a_hundred_thousand_arrays_on_65536_devices_are_planned(monkeypatch):
+    """In work that grows with the arrays and the devices, never with their product: no mesh is hashed for each array."""
+    hashed = []
+    original = MeshRecord.__hash__
+    monkeypatch.setattr(MeshRecord, "__hash__", lambda mesh: hashed.append(1) or original(mesh))
+    run, later = fake_inventory(2048, processes=32), fake_inventory(2048, processes=32, first_id=7)
+    mesh = mesh_of({"data": 256, "model": 256}, ids=run.device_ids)
+    shardings = [on(mesh, "data", "model"), on(mesh, None, "model"), on(mesh)]
+    leaves = {f"w{i}": array(shardings[i % 3], (256, 256)) for i in range(100_000)}
+    plan = plan_of(manifest_of(leaves, run), present=later)
+    assert plan.refused == ()
+    assert len(plan.outcomes) == 100_000
+    assert {id(outcome.placement.mesh) for outcome in plan.outcomes} == {id(plan.meshes[0])}
+    assert plan.meshes[0].mesh.axis_sizes == (256, 256)
+    assert len(hashed) < 100
