@@ -16,6 +16,7 @@ import enum
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -120,9 +121,9 @@ class SpecRecord:
         for name, axes in (("unreduced", self.unreduced), ("reduced", self.reduced)):
             if list(axes) != sorted(set(axes)):
                 wrong.append(f"{name} axes must be sorted and distinct, not {axes}")
-        used = [*self.partitioned_axes(), *self.unreduced, *self.reduced]
-        if len(set(used)) != len(used):
-            repeated = sorted({axis for axis in used if used.count(axis) > 1})
+        used = Counter((*self.partitioned_axes(), *self.unreduced, *self.reduced))
+        repeated = sorted(axis for axis, times in used.items() if times > 1)
+        if repeated:
             wrong.append(f"a spec uses mesh axes more than once: {repeated}")
         if self.unreduced_kind is not None and self.unreduced_kind not in REDUCTION_KINDS:
             wrong.append(f"unknown reduction {self.unreduced_kind!r}; known are {list(REDUCTION_KINDS)}")
@@ -216,6 +217,10 @@ class PrngRecord:
     impl: str
     key_shape: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if min(self.key_shape, default=0) < 0:
+            raise RecordError(f"the dimensions of key data must not be negative: {self.key_shape}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRecord:
@@ -237,7 +242,7 @@ class ArrayRecord:
 
     def __post_init__(self) -> None:
         wrong = []
-        if any(n < 0 for n in self.shape):
+        if min(self.shape, default=0) < 0:
             wrong.append(f"array dimensions must not be negative: {self.shape}")
         if isinstance(self.sharding, NamedShardingRecord):
             if len(self.sharding.spec.partitions) > len(self.shape):
@@ -435,6 +440,7 @@ class Inventory:
 
 
 Scope: TypeAlias = Literal["tree", "arrays"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,6 +461,10 @@ class Manifest:
     inventory: Inventory | None = None
     writer: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise RecordError(f"unknown scope {self.scope!r}; known are {list(SCOPES)}")
 
     @functools.cached_property
     def leaves(self) -> Mapping[LeafPath, LeafRecord]:

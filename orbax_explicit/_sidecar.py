@@ -13,7 +13,7 @@ from os import PathLike
 from etils import epath
 
 from orbax_explicit import _stock, _wire
-from orbax_explicit._errors import CheckpointLayoutError, Problem
+from orbax_explicit._errors import CheckpointLayoutError, FormatError, Problem
 from orbax_explicit._records import Manifest, replace_leaves, storage_name
 from orbax_explicit._stock_sharding import render_sharding_file
 
@@ -59,6 +59,9 @@ def read_array_records(directory: epath.Path) -> Manifest:
     """Reads what is recorded about the arrays of the item in `directory`: all there is to know about these."""
     file = directory / FILE_NAME
     if file.exists():
+        nbytes = file.stat().length
+        if nbytes > _wire.MAX_NBYTES:
+            raise FormatError(f"{file} holds {nbytes} bytes; no record takes more than {_wire.MAX_NBYTES}")
         return _wire.decode(file.read_bytes())
     return _stock.read_stock_manifest(directory)
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Final, Literal, cast
 
 from orbax_explicit._records import (
+    SCOPES,
     UNCONSTRAINED,
     ArrayRecord,
     AxisType,
@@ -49,7 +50,6 @@ from orbax_explicit._wire_schema import (
     NAMED_SHARDING,
     PACKED,
     RUNS,
-    SCOPES,
     SECTIONS,
     SINGLE_DEVICE,
     VALUE,

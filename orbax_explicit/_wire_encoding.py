@@ -30,7 +30,6 @@ from orbax_explicit._records import (
     NamedShardingRecord,
     Partition,
     PrngRecord,
-    Scope,
     ShardingRecord,
     SpecRecord,
     Tree,
@@ -56,7 +55,6 @@ from orbax_explicit._wire_schema import (
     MAX_PROBLEMS,
     MAX_TEXT_NBYTES,
     NAMED_SHARDING,
-    SCOPES,
     SINGLE_DEVICE,
     VALUE,
     pack_device_ids,
@@ -183,7 +181,7 @@ class _Sections:
             RecordError: Lists everything that the format cannot hold.
         """
         found = self._found
-        scope = self._entries("scope", [manifest.scope], self._scope)
+        scope = self._text(manifest.scope)
         inventory = self._entries("inventory", [manifest.inventory], self._inventory)
         writer = self._entries("writer", [manifest.writer], self._writer)
         tables = (
@@ -196,7 +194,7 @@ class _Sections:
         if self._problems:
             raise RecordError(*self._problems)
         # Texts and device lists are numbered while the others are written, and stand before them.
-        return (self._encoded_texts, self._device_entries, *scope, *inventory, *writer, *tables, found.codes)
+        return (self._encoded_texts, self._device_entries, scope, *inventory, *writer, *tables, found.codes)
 
     def _entries(self, kind: str, values: Iterable[T], write: Callable[[T], U]) -> list[U]:
         entries: list[U] = []
@@ -218,11 +216,6 @@ class _Sections:
 
     def _is(self, node: Tree, value: object) -> bool:
         return node is value if isinstance(node, ContainerRecord) else self._found.leaf_key(node) == value
-
-    def _scope(self, scope: Scope) -> int:
-        if scope not in SCOPES:
-            raise _UnwritableError(f"known are {SCOPES}")
-        return self._text(scope)
 
     def _inventory(self, inventory: Inventory | None) -> Entry:
         if inventory is None:

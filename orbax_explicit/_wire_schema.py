@@ -9,9 +9,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias, get_args
-
-from orbax_explicit._records import Scope
+from typing import Final, TypeAlias
 
 SECTIONS: Final = (
     "texts",
@@ -63,7 +61,6 @@ KEY_ATTR: Final = 3
 COUNTED_KINDS: Final = frozenset({"list", "tuple"})
 """Containers whose keys follow from their number of children."""
 
-SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
 PackedIds: TypeAlias = tuple[int | bytes, ...]
 

@@ -498,3 +498,15 @@ def test_a_class_reads_with_its_module():
 def test_counts_read_as_in_english(count, noun, text):
     """One device, two processes."""
     assert plural(count, noun) == text
+
+
+def test_a_manifest_of_an_unknown_scope_is_refused():
+    """Whether a tree is whole decides what a restore may take from it."""
+    with pytest.raises(RecordError, match=r"unknown scope 'some'; known are \['tree', 'arrays'\]"):
+        Manifest(tree=ValueRecord(type="int", dtype="int64"), scope="some")
+
+
+def test_key_data_of_negative_shape_are_refused():
+    """As arrays are."""
+    with pytest.raises(RecordError, match="must not be negative"):
+        PrngRecord(impl="threefry2x32", key_shape=(-2,))
