@@ -33,8 +33,9 @@ from orbax_explicit._array_metadata import (
     restrict_to,
 )
 from orbax_explicit._binding import UncommittedSharding, read_present
-from orbax_explicit._capture import Unrecordable, record_arrays, record_path, record_prng
+from orbax_explicit._capture import record_arrays, record_path
 from orbax_explicit._errors import SaveRefusedError
+from orbax_explicit._leaf_capture import Unrecordable, record_prng
 from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._records import (
     ArrayRecord,

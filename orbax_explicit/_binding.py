@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from orbax_explicit._capture import CapturedTarget, partition_spec_of, record_inventory, record_mesh
+from orbax_explicit._capture import record_inventory
 from orbax_explicit._errors import MeshMismatchError, Problem
+from orbax_explicit._leaf_capture import partition_spec_of, record_mesh
 from orbax_explicit._mesh_planning import same_axes
 from orbax_explicit._plan import (
     AsFallback,
@@ -33,6 +34,7 @@ from orbax_explicit._plan import (
     Uncommitted,
 )
 from orbax_explicit._records import AxisType, Inventory, LeafPath, MeshRecord, plural
+from orbax_explicit._target_capture import CapturedTarget
 
 
 class UncommittedSharding(SingleDeviceSharding):

@@ -1,53 +1,35 @@
-"""JAX -> records: asks JAX once about everything a save or a target says.
+"""JAX -> records, for a tree that is about to be saved: its containers, its leaves, the machine and the software.
 
-A sharding is recorded whole or refused by leaf name: `record_sharding` rebuilds what it recorded and compares,
-so that a fact that JAX adds one day is refused rather than lost. All refusals of a tree come in one error.
-
-Nothing here reads ambient state (the context mesh, the present devices); that is `_binding.read_present`.
+What could not come back as it is, or what Orbax could not store under its name, is refused by leaf name, all of it in
+one error. Nothing here reads ambient state (the context mesh, the present devices but for the inventory); that is
+`_binding.read_present`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import tensorstore as ts
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orbax_explicit import _compat
 from orbax_explicit._containers import tree_of_paths
-from orbax_explicit._errors import MeshMismatchError, Problem, RestoreRefusedError, SaveRefusedError
+from orbax_explicit._errors import Problem, SaveRefusedError
+from orbax_explicit._leaf_capture import LeafRecorder, Unrecordable
 from orbax_explicit._records import (
-    UNCONSTRAINED,
-    ArrayRecord,
-    AxisType,
     ContainerRecord,
     Inventory,
     Key,
     LeafPath,
-    LeafRecord,
     Manifest,
-    MeshRecord,
-    NamedShardingRecord,
-    Partition,
-    PrngRecord,
     Scope,
-    ShardingRecord,
-    SingleDeviceRecord,
-    SpecRecord,
     Tree,
     ValueRecord,
-    ValueType,
     path_text,
     storage_name,
 )
-from orbax_explicit._targets import TargetRecord
 from orbax_explicit._wire_schema import INT_MAX, INT_MIN, MAX_TEXT_NBYTES
 
 PyTree: TypeAlias = Any
@@ -55,42 +37,7 @@ PyTree: TypeAlias = Any
 MAX_DEPTH = 100
 """Containers within containers that a tree may have; the file format allows a little more."""
 
-_NUMERIC_DTYPES = (
-    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "bfloat16", "complex64", "complex128", "float4_e2m1fn", "float8_e8m0fnu"),
-    *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-)
-
-
-def _is_known_to_tensorstore(dtype: str) -> bool:
-    try:
-        return bool(ts.dtype(dtype).name == dtype)
-    except (ValueError, TypeError):
-        return False
-
-
-STORABLE_DTYPES = frozenset(filter(_is_known_to_tensorstore, _NUMERIC_DTYPES))
-"""Names of the dtypes that NumPy and TensorStore's Zarr drivers hold without loss."""
-
 _ODD_TILDE = re.compile("~(?![01])")
-
-ALLOWED_LEAVES = (
-    "jax.Array, numpy.ndarray, NumPy scalars, int, float, bool, complex, str, bytes, None and empty containers"
-)
-
-
-class Unrecordable(Exception):
-    """Why a leaf cannot be recorded, as clauses of the error that will name it.
-
-    Attributes:
-        reason: What cannot be recorded.
-        fix: What the caller can do.
-    """
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,21 +51,6 @@ class CapturedTree:
 
     manifest: Manifest
     values: Mapping[LeafPath, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedTarget:
-    """A tree to restore into.
-
-    Attributes:
-        records: What each leaf asks for, by its path.
-        leaves: The leaves themselves, by path.
-        treedef: The structure of the result.
-    """
-
-    records: Mapping[LeafPath, TargetRecord]
-    leaves: Mapping[LeafPath, Any]
-    treedef: jax.tree_util.PyTreeDef
 
 
 # Trees.
@@ -254,10 +186,10 @@ class _Walk:
 
     def raise_if_refused(self) -> None:
         if self.refused:
-            raise SaveRefusedError(*_problems(self.refused, of=len(self.values)))
+            raise SaveRefusedError(*problems_of(self.refused, of=len(self.values)))
 
 
-def _problems(refused: Mapping[tuple[str, str], Sequence[str]], *, of: int) -> list[Problem]:
+def problems_of(refused: Mapping[tuple[str, str], Sequence[str]], *, of: int) -> list[Problem]:
     """One problem for each reason and fix, with the leaves that it affects."""
     return [
         Problem(could_not=reason, affects=tuple(paths), of=max(of, len(paths)), fix=fix)
@@ -293,7 +225,7 @@ def _one_level(node: PyTree) -> tuple[tuple[Key, ...], Sequence[PyTree], _Contai
     if not flat and isinstance(node, Mapping):
         # Orbax keeps an empty mapping of any class as an empty dict.
         return (), (), _of_kind("dict")
-    keys = tuple(_key(path[0]) for path, _ in flat)
+    keys = tuple(record_key(path[0]) for path, _ in flat)
     if len(set(keys)) < len(keys):
         raise Unrecordable(
             f"cannot save a {type(node).__qualname__} that gives two children one key", "register it with distinct keys"
@@ -344,7 +276,7 @@ def _check_name(name: str) -> None:
         raise Unrecordable(f"cannot save a str key of more than {MAX_TEXT_NBYTES} bytes", "use a shorter key")
 
 
-def _key(key: Any) -> Key:
+def record_key(key: Any) -> Key:
     if isinstance(key, jax.tree_util.DictKey):
         return _dict_key(key.key)
     if isinstance(key, jax.tree_util.SequenceKey):
@@ -365,331 +297,7 @@ def record_path(keypath: Sequence[Any]) -> LeafPath:
     Raises:
         Unrecordable: A key has no record.
     """
-    return tuple(_key(key) for key in keypath)
-
-
-# Leaves.
-
-
-class LeafRecorder:
-    """Records the leaves of one tree; shardings and meshes that are shared are recorded once."""
-
-    def __init__(self) -> None:
-        self._shardings: dict[Any, ShardingRecord | Unrecordable] = {}
-        self._meshes: dict[Any, MeshRecord] = {}
-        self._spanning: dict[Any, bool] = {}
-        self._arrays: dict[Hashable, ArrayRecord] = {}
-
-    def record(self, value: Any, save_dtype: Any = None) -> LeafRecord:
-        """Records one leaf that is about to be saved.
-
-        Args:
-            value: The leaf.
-            save_dtype: The dtype that it is cast to while it is saved; None for its own.
-
-        Raises:
-            Unrecordable: It could not come back as it is.
-        """
-        if isinstance(value, jax.Array):
-            return self._array(value, save_dtype)
-        return _value(value, save_dtype)
-
-    def sharding(self, sharding: jax.sharding.Sharding) -> ShardingRecord:
-        """Records a sharding whole.
-
-        Raises:
-            Unrecordable: It says something that has no record.
-        """
-        known = self._shardings.get(sharding)
-        if known is None:
-            try:
-                known = self._record_sharding(sharding)
-            except Unrecordable as why:
-                known = why
-            self._shardings[sharding] = known
-        if isinstance(known, Unrecordable):
-            raise Unrecordable(known.reason, known.fix)
-        return known
-
-    def mesh(self, mesh: Mesh | AbstractMesh) -> MeshRecord:
-        """Records a mesh, concrete or abstract."""
-        if mesh not in self._meshes:
-            self._meshes[mesh] = _record_mesh(mesh)
-        return self._meshes[mesh]
-
-    def _array(self, value: jax.Array, save_dtype: Any) -> ArrayRecord:
-        if isinstance(value, jax.core.Tracer):
-            raise Unrecordable("cannot save a value that is being traced", "save outside jax.jit")
-        if value.is_deleted():
-            raise Unrecordable("cannot save an array that was deleted or donated", "save before it is donated")
-        sharding = self.sharding(value.sharding)
-        if isinstance(sharding, NamedShardingRecord) and sharding.spec.unreduced:
-            raise Unrecordable(
-                f"cannot save an array with a pending reduction, {sharding.spec}",
-                "reduce it first: jax.reshard(x, spec) with a spec that has no unreduced axes",
-            )
-        committed = value.committed
-        if committed and not self._spans_all_processes(value.sharding):
-            raise Unrecordable(
-                "cannot save an array that is committed to devices of some processes only",
-                "place it on a mesh over all processes, or leave it uncommitted",
-            )
-        key = (value.shape, value.dtype, save_dtype, id(sharding), committed)
-        if key not in self._arrays:
-            prng = record_prng(value)
-            dtype = _storable_dtype("uint32" if prng else save_dtype or value.dtype)
-            if prng is not None:
-                dtype = jax.random.key_data(value).dtype.name
-            self._arrays[key] = ArrayRecord(
-                shape=tuple(value.shape), dtype=dtype, sharding=sharding, committed=committed, prng=prng
-            )
-        return self._arrays[key]
-
-    def _spans_all_processes(self, sharding: jax.sharding.Sharding) -> bool:
-        """Whether every process holds a part; the same answer in every process, so that all refuse or none."""
-        if sharding not in self._spanning:
-            processes = {device.process_index for device in cast(set[jax.Device], sharding.device_set)}
-            self._spanning[sharding] = len(processes) == jax.process_count()
-        return self._spanning[sharding]
-
-    def _record_sharding(self, sharding: jax.sharding.Sharding) -> ShardingRecord:
-        record: ShardingRecord
-        if isinstance(sharding, NamedSharding):
-            record = NamedShardingRecord(
-                mesh=self.mesh(sharding.mesh), spec=_record_spec(sharding.spec), memory_kind=sharding.memory_kind
-            )
-            spec = partition_spec_of(record.spec)
-            rebuilt: jax.sharding.Sharding = NamedSharding(sharding.mesh, spec, memory_kind=record.memory_kind)
-        elif isinstance(sharding, SingleDeviceSharding):
-            (device,) = cast(set[jax.Device], sharding.device_set)
-            record = SingleDeviceRecord(device_id=device.id, platform=device.platform, memory_kind=sharding.memory_kind)
-            rebuilt = SingleDeviceSharding(device, memory_kind=record.memory_kind)
-        else:
-            raise Unrecordable(
-                f"cannot record a sharding of type {type(sharding).__name__}", "place the array by a NamedSharding"
-            )
-        if rebuilt != sharding:
-            raise Unrecordable(
-                f"cannot record all of the sharding {sharding}", "place the array by a plain NamedSharding"
-            )
-        return record
-
-
-def record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:
-    """Records a mesh that a caller passed or set.
-
-    Raises:
-        MeshMismatchError: It has no record.
-    """
-    try:
-        return _record_mesh(mesh)
-    except Unrecordable as why:
-        raise MeshMismatchError(Problem(could_not=why.reason, fix=why.fix, about="mesh")) from None
-
-
-def _record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:
-    names = tuple(mesh.axis_names)
-    if not all(isinstance(name, str) for name in names):
-        raise Unrecordable(f"cannot record mesh axis names that are not str: {names}", "name the mesh axes by str")
-    types = tuple(_axis_type(kind) for kind in mesh.axis_types)
-    if isinstance(mesh, AbstractMesh):
-        return MeshRecord(axis_names=names, axis_sizes=tuple(mesh.axis_sizes), axis_types=types)
-    devices = mesh.devices.flatten().tolist()
-    return MeshRecord(
-        axis_names=names,
-        axis_sizes=tuple(mesh.devices.shape),
-        axis_types=types,
-        device_ids=tuple(device.id for device in devices),
-        platform=devices[0].platform,
-    )
-
-
-def _axis_type(kind: Any) -> AxisType:
-    return cast(AxisType, kind.name.lower())
-
-
-def _record_spec(spec: PartitionSpec) -> SpecRecord:
-    partitions = _compat.partitions(spec)
-    names = (*spec.unreduced, *spec.reduced)
-    for partition in partitions:
-        names += partition if isinstance(partition, tuple) else (partition,)
-    odd = [n for n in names if not (n is None or isinstance(n, str) or n is PartitionSpec.UNCONSTRAINED)]
-    if odd:
-        raise Unrecordable(f"cannot record mesh axis names that are not str: {odd}", "name the mesh axes by str")
-    return SpecRecord(
-        partitions=tuple(UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in partitions),
-        unreduced=tuple(sorted(spec.unreduced)),
-        reduced=tuple(sorted(spec.reduced)),
-        unreduced_kind=_compat.unreduced_kind(spec),
-    )
-
-
-def partition_spec_of(record: SpecRecord) -> PartitionSpec:
-    """The `PartitionSpec` that a record describes, verbatim."""
-    return _compat.partition_spec(
-        (PartitionSpec.UNCONSTRAINED if p is UNCONSTRAINED else p for p in record.partitions),
-        unreduced=record.unreduced,
-        reduced=record.reduced,
-        unreduced_kind=record.unreduced_kind,
-    )
-
-
-def record_prng(value: Any) -> PrngRecord | None:
-    """How to make typed keys of key data; None where `value` holds no typed keys.
-
-    Raises:
-        Unrecordable: The implementation has no name that `jax.random.wrap_key_data` would take.
-    """
-    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return None
-    impl = jax.random.key_impl(value)
-    if not isinstance(impl, str):
-        raise Unrecordable(
-            f"cannot record the PRNG implementation {impl}, which has no registered name",
-            "save jax.random.key_data(keys) instead",
-        )
-    one = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), value.dtype))
-    return PrngRecord(impl=impl, key_shape=tuple(one.shape))
-
-
-def _storable_dtype(dtype: Any) -> str:
-    dtype = np.dtype(dtype)
-    if dtype.name not in STORABLE_DTYPES:
-        raise Unrecordable(f"cannot save dtype {dtype.name}", "cast it to a numeric dtype that Zarr holds")
-    if not dtype.isnative:
-        raise Unrecordable(
-            f"cannot save the foreign byte order of dtype {dtype.str}", "x.astype(x.dtype.newbyteorder('='))"
-        )
-    return str(dtype.name)
-
-
-_PYTHON_SCALARS: Mapping[type, ValueType] = {int: "int", float: "float", bool: "bool", complex: "complex"}
-
-
-def _value(value: Any, save_dtype: Any) -> ValueRecord:
-    cls = type(value)
-    if cls in _PYTHON_SCALARS:
-        dtype = np.asarray(value).dtype
-        if dtype.hasobject:
-            raise Unrecordable("cannot save an int beyond 64 bits", "save it as str or bytes")
-        return ValueRecord(type=_PYTHON_SCALARS[cls], dtype=_storable_dtype(dtype))
-    if cls is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise Unrecordable("cannot save a str with lone surrogates", "save it as bytes") from None
-        return ValueRecord(type="str")
-    if cls is bytes:
-        return ValueRecord(type="bytes", dtype="uint8", shape=(len(value),))
-    if cls is np.ndarray:
-        return ValueRecord(type="np.ndarray", dtype=_storable_dtype(save_dtype or value.dtype), shape=value.shape)
-    if isinstance(value, np.generic):
-        return ValueRecord(type="np.generic", dtype=_storable_dtype(value.dtype))
-    if isinstance(value, np.ndarray):
-        raise Unrecordable(
-            f"cannot save a {cls.__name__}, a subclass of numpy.ndarray", "save its parts as plain arrays"
-        )
-    raise Unrecordable(f"cannot save a leaf of type {cls.__module__}.{cls.__qualname__}", f"allowed: {ALLOWED_LEAVES}")
-
-
-# Targets.
-
-
-def record_target(target: PyTree, prng_impls: Iterable[str] = ()) -> CapturedTarget:
-    """Records what each leaf of a target asks for.
-
-    Args:
-        target: A tree of arrays, `jax.ShapeDtypeStruct`s, host values, or anything with a shape and a dtype.
-        prng_impls: Names of PRNG implementations that abstract keys may be of, beside JAX's own.
-
-    Returns:
-        The records and the leaves by path, and the structure.
-
-    Raises:
-        RestoreRefusedError: A leaf asks for something that has no record. Lists all of them.
-    """
-    recorder = LeafRecorder()
-    impls = _key_dtypes(prng_impls)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(target)
-    leaves = {_lenient_path(keypath): leaf for keypath, leaf in flat}
-    records = {}
-    refused: dict[tuple[str, str], list[str]] = {}
-    for path, leaf in leaves.items():
-        try:
-            records[path] = _target_record(leaf, recorder, impls)
-        except Unrecordable as why:
-            refused.setdefault((why.reason, why.fix), []).append(path_text(path))
-    if refused:
-        raise RestoreRefusedError(*_problems(refused, of=len(leaves)))
-    return CapturedTarget(records=records, leaves=leaves, treedef=treedef)
-
-
-def _lenient_path(keypath: Sequence[Any]) -> LeafPath:
-    """A path even where a key has no record: it then matches nothing, and the plan says so by name."""
-    path = []
-    for key in keypath:
-        try:
-            path.append(_key(key))
-        except Unrecordable:
-            path.append(Key("dict", jax.tree_util.keystr((key,))))
-    return tuple(path)
-
-
-def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) -> TargetRecord:
-    if type(leaf) in _PYTHON_SCALARS:
-        return TargetRecord(value_type=_PYTHON_SCALARS[type(leaf)])
-    if isinstance(leaf, str | bytes):
-        return TargetRecord(value_type="str" if isinstance(leaf, str) else "bytes")
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _is_orbax_metadata(leaf):
-        return TargetRecord()
-    shape = tuple(leaf.shape)
-    if isinstance(leaf, np.ndarray | np.generic):
-        value_type: ValueType = "np.ndarray" if isinstance(leaf, np.ndarray) else "np.generic"
-        return TargetRecord(shape=shape, dtype=np.dtype(leaf.dtype).name, value_type=value_type)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        described: dict[str, Any] = {"prng_impl": impls.get(leaf.dtype, str(leaf.dtype))}
-    else:
-        described = {"dtype": np.dtype(leaf.dtype).name}
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, jax.sharding.Sharding):
-        return TargetRecord(shape=shape, **described)
-    return TargetRecord(
-        shape=shape, committed=getattr(leaf, "committed", True), **described, **describe_sharding(sharding, recorder)
-    )
-
-
-def describe_sharding(sharding: jax.sharding.Sharding, recorder: LeafRecorder) -> dict[str, Any]:
-    """The fields `sharding` and `concrete` of a `TargetRecord`. An empty abstract mesh counts as no sharding."""
-    mesh = getattr(sharding, "mesh", None)
-    concrete = not isinstance(mesh, AbstractMesh)
-    if isinstance(mesh, AbstractMesh) and mesh.empty:
-        return {}
-    try:
-        return {"sharding": recorder.sharding(sharding), "concrete": concrete}
-    except Unrecordable:
-        if not concrete:
-            raise
-        return {"concrete": True}
-
-
-def _is_orbax_metadata(leaf: Any) -> bool:
-    """Whether a leaf is what Orbax's `metadata()` gives: it asks for what was recorded, in stock's own shape."""
-    return type(leaf).__module__.startswith("orbax.checkpoint")
-
-
-def _key_dtypes(more: Iterable[str]) -> dict[Any, str]:
-    """The name of each PRNG implementation by the dtype of its keys."""
-    names = dict.fromkeys((*_JAX_PRNG_IMPLS, *more))
-    dtypes = {}
-    for name in names:
-        try:
-            dtypes[jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype] = name
-        except ValueError:
-            continue  # Not registered here: a target cannot ask for it either.
-    return dtypes
-
-
-_JAX_PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+    return tuple(record_key(key) for key in keypath)
 
 
 # The machine and the software.

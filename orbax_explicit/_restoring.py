@@ -16,13 +16,14 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from orbax_explicit._binding import Present, bind_plan, read_present
-from orbax_explicit._capture import CapturedTarget, record_mesh, record_target
 from orbax_explicit._containers import container_notes
+from orbax_explicit._leaf_capture import record_mesh
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._records import LeafPath, Manifest
 from orbax_explicit._sidecar import read_manifest
+from orbax_explicit._target_capture import CapturedTarget, record_target
 
 PyTree: TypeAlias = Any
 

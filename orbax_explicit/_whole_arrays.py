@@ -17,7 +17,7 @@ import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
-from orbax_explicit._capture import record_prng
+from orbax_explicit._leaf_capture import record_prng
 
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
 

@@ -17,7 +17,8 @@ from trees import matrix, path, place
 
 import orbax_explicit as oxe
 from orbax_explicit._binding import Present, UncommittedSharding, bind_plan, read_present
-from orbax_explicit._capture import LeafRecorder, record_inventory, record_target
+from orbax_explicit._capture import record_inventory
+from orbax_explicit._leaf_capture import LeafRecorder
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._records import (
@@ -33,6 +34,7 @@ from orbax_explicit._records import (
     SpecRecord,
     ValueRecord,
 )
+from orbax_explicit._target_capture import record_target
 
 EXPLICIT, AUTO, MANUAL = AxisType.Explicit, AxisType.Auto, AxisType.Manual
 

@@ -22,19 +22,8 @@ from trees import Moments, Nothing, host_state, matrix, path, place, training_st
 
 from orbax_explicit import SaveRefusedError
 from orbax_explicit._binding import bind_plan, read_present
-from orbax_explicit._capture import (
-    ALLOWED_LEAVES,
-    MAX_DEPTH,
-    STORABLE_DTYPES,
-    LeafRecorder,
-    Unrecordable,
-    partition_spec_of,
-    record_arrays,
-    record_inventory,
-    record_path,
-    record_target,
-    record_tree,
-)
+from orbax_explicit._capture import MAX_DEPTH, record_arrays, record_inventory, record_path, record_tree
+from orbax_explicit._leaf_capture import ALLOWED_LEAVES, STORABLE_DTYPES, LeafRecorder, Unrecordable, partition_spec_of
 from orbax_explicit._planning import TargetRecord, plan_from_records
 from orbax_explicit._records import (
     AXIS_TYPES,
@@ -52,6 +41,7 @@ from orbax_explicit._records import (
     ValueRecord,
     path_text,
 )
+from orbax_explicit._target_capture import record_target
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 MESH_RECORD = MeshRecord(

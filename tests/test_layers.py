@@ -40,7 +40,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_report",
     ),
     # JAX. `_compat` is here for JAX's sake; it may import Orbax too, for it is where private names are imported.
-    2: ("_capture", "_binding", "_restoring", "_compat"),
+    2: ("_leaf_capture", "_capture", "_target_capture", "_binding", "_restoring", "_compat"),
     # Orbax.
     3: ("_whole_arrays", "_array_metadata", "_arrays", "handler", "args", "checkpointer", "registration", "v1"),
     # Edges.

@@ -11,7 +11,7 @@ import pytest
 from trees import path
 
 from orbax_explicit import RecordError
-from orbax_explicit._capture import STORABLE_DTYPES
+from orbax_explicit._leaf_capture import STORABLE_DTYPES
 from orbax_explicit._records import (
     UNCONSTRAINED,
     ArrayRecord,
