@@ -36,7 +36,7 @@ from orbax_explicit._binding import UncommittedSharding, read_present
 from orbax_explicit._capture import record_arrays, record_path
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import Unrecordable, record_prng
-from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._records import (
     ArrayRecord,
     Key,
@@ -81,7 +81,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             array_metadata_store=self._store,
             **kwargs,
         )
-        self._policy = policy
+        self._policy = checked_policy(policy)
         self._records = records
         self._is_primary = primary_host is None or jax.process_index() == primary_host
 

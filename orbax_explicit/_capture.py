@@ -277,6 +277,7 @@ def _check_name(name: str) -> None:
 
 
 def record_key(key: Any) -> Key:
+    """One step of a path from a key of JAX; raises `Unrecordable` where it has no record."""
     if isinstance(key, jax.tree_util.DictKey):
         return _dict_key(key.key)
     if isinstance(key, jax.tree_util.SequenceKey):

@@ -108,4 +108,18 @@ class MeshMismatchError(RestoreRefusedError):
 def _listing(problems: Sequence[Problem]) -> str:
     if len(problems) <= 1:
         return "\n".join(str(p) for p in problems)
-    return f"{len(problems)} problems\n" + "\n".join(str(p) for p in problems)
+    return "\n\n".join((f"{len(problems)} problems", *(str(p) for p in problems)))
+
+
+# A traceback names an error as callers import it.
+for _error in (
+    OrbaxExplicitError,
+    RecordError,
+    FormatError,
+    CheckpointLayoutError,
+    SaveRefusedError,
+    RestoreRefusedError,
+    MeshMismatchError,
+):
+    _error.__module__ = "orbax_explicit"
+del _error

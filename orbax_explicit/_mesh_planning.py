@@ -148,16 +148,7 @@ class MeshPlanner:
             return PlannedMesh(mesh=self._mesh, source="given", recorded=mesh)
         if self._context is not None:
             if not _has_axes(self._context, mesh, self._types(mesh)):
-                raise Refused(
-                    Problem(
-                        could_not=f"cannot place a recorded mesh {mesh} on the mesh of jax.set_mesh {self._context}",
-                        recorded=str(mesh),
-                        present=str(self._context),
-                        fix="pass mesh= to place the recorded specs on that mesh, axis_types= in the policy to retype "
-                        "the recorded one, or restore outside jax.set_mesh",
-                        about="mesh",
-                    )
-                )
+                raise self._contradicted(mesh, self._context)
             return PlannedMesh(mesh=self._context, source="context", recorded=mesh)
         own = self._of_target(mesh)
         if own is None:
@@ -165,6 +156,25 @@ class MeshPlanner:
         if own.device_ids is not None:
             return PlannedMesh(mesh=own, source="target", recorded=mesh)
         return dataclasses.replace(self.for_target(own, mesh), recorded=mesh)
+
+    def _contradicted(self, mesh: MeshRecord, context: MeshRecord) -> Refused:
+        """A context mesh that lacks the axes of a recorded one, or types them otherwise than it is to be rebuilt."""
+        wanted = dataclasses.replace(mesh, axis_types=self._types(mesh))
+        what, retype = f"a recorded mesh {mesh}", ""
+        if wanted.axis_types != mesh.axis_types:
+            what += f", retyped {wanted} by the policy,"
+        elif set(mesh.axis_names) <= set(context.axis_names):
+            retype = ", axis_types= in the policy to retype the recorded axes"
+        return Refused(
+            Problem(
+                could_not=f"cannot place {what} on the mesh of jax.set_mesh {context}",
+                recorded=str(mesh),
+                present=str(context),
+                fix=f"pass mesh= to place the recorded specs on a mesh of your own{retype}, or restore outside "
+                "jax.set_mesh",
+                about="mesh",
+            )
+        )
 
     def _of_target(self, recorded: MeshRecord) -> MeshRecord | None:
         """The mesh of the target's other leaves that has the recorded axis names and types, if there is one.
@@ -214,7 +224,7 @@ class MeshPlanner:
                 could_not=f"cannot rebuild mesh {mesh} on {plural(self._present.device_count, 'device')}",
                 recorded=recorded,
                 present=str(self._present),
-                fix=f"pass mesh= with the axes {', '.join(mesh.axis_names)} over the present devices, "
+                fix=f"pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices, "
                 "or a target with shardings",
                 about="mesh",
             )

@@ -192,11 +192,14 @@ class RestorePlan:
 
     def __str__(self) -> str:
         """The plan as a person reads it: meshes, then outcomes grouped by what decided, then problems."""
-        lines = [f"restore of {len(self.outcomes)} leaves", f"  present   {self.present}"]
-        lines.append(f"  recorded  {self.recorded if self.recorded is not None else 'devices not recorded'}")
-        for planned in self.meshes:
-            origin = f"{planned.recorded} -> " if planned.recorded not in (None, planned.mesh) else ""
-            lines.append(f"  mesh      {origin}{planned.mesh} on {_SOURCE_TEXT[planned.source]}")
+        count = f"{len(self.outcomes)} {'leaf' if len(self.outcomes) == 1 else 'leaves'}"
+        lines = [f"restore of {count}"]
+        if self.refused:
+            problems = f"{len(self.refused)} {'problem' if len(self.refused) == 1 else 'problems'}"
+            lines = [f"restore REFUSED for {problems}; {count} could be restored"]
+        lines.append(f"  present   {self.present}")
+        lines.append(f"  recorded  {self.recorded if self.recorded is not None else 'not which devices'}")
+        lines.extend(dict.fromkeys(f"  mesh      {_mesh_text(planned)}" for planned in self.meshes))
         rules = Counter(outcome.rule for outcome in self.outcomes)
         lines.extend(f"  {rules[rule]:>7} x {_RULE_TEXT[rule]}" for rule in RULES if rule in rules)
         noted: dict[str, list[str]] = {}
@@ -206,7 +209,9 @@ class RestorePlan:
         lines.extend(f"  note      {note}: {_some(paths)}" for note, paths in noted.items())
         lines.extend(f"  note      {note}" for note in self.notes)
         for problem in self.refused:
-            lines.extend(f"  refused   {line}" for line in str(problem).splitlines())
+            first, *rest = str(problem).splitlines()
+            lines.append(f"  refused   {first}")
+            lines.extend(f"          {line}" for line in rest)
         return "\n".join(lines)
 
 
@@ -228,6 +233,12 @@ _RULE_TEXT: Mapping[Rule, str] = {
     "uncommitted": "uncommitted, as recorded",
     "host": "a value on the host",
 }
+
+
+def _mesh_text(planned: PlannedMesh) -> str:
+    before, after = str(planned.recorded), str(planned.mesh)
+    origin = f"{before} -> " if planned.recorded is not None and before != after else ""
+    return f"{origin}{after} on {_SOURCE_TEXT[planned.source]}"
 
 
 def _some(paths: list[str]) -> str:

@@ -75,6 +75,17 @@ class RestorePolicy:
         return (self.axis_types,) * len(axis_names)
 
 
+def checked_policy(policy: RestorePolicy | None) -> RestorePolicy | None:
+    """The same policy, where it is one.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if policy is None or isinstance(policy, RestorePolicy):
+        return policy
+    raise TypeError(f"policy must be a RestorePolicy, not {policy!r}")
+
+
 def _axis_type(value: Any) -> AxisType:
     # jax.sharding.AxisType is an enum whose member names are our spellings but for the case; this floor may not
     # import it.

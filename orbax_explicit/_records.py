@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -266,6 +267,10 @@ class ArrayRecord:
         """The dtype as a person reads it."""
         return f"key<{self.prng.impl}>" if self.prng else self.dtype
 
+    def __str__(self) -> str:
+        where = "no recorded sharding" if self.sharding is None else str(self.sharding)
+        return f"{_typed(self.dtype_text, self.shape)}  {where}{'' if self.committed else ', uncommitted'}"
+
 
 ValueType: TypeAlias = Literal["int", "float", "bool", "complex", "str", "bytes", "np.generic", "np.ndarray"]
 VALUE_TYPES: tuple[ValueType, ...] = get_args(ValueType)
@@ -304,6 +309,9 @@ class ValueRecord:
     def dtype_text(self) -> str:
         """The dtype as a person reads it."""
         return self.dtype if self.type in ("np.generic", "np.ndarray") else self.type
+
+    def __str__(self) -> str:
+        return f"{_typed(self.dtype_text, self.shape)}  on the host"
 
 
 LeafRecord: TypeAlias = ArrayRecord | ValueRecord
@@ -439,6 +447,8 @@ class Inventory:
         return f"{plural(self.device_count, f'{self.platform} device')}, {plural(self.process_count, 'process')}"
 
 
+_LEAVES_SHOWN = 50
+
 Scope: TypeAlias = Literal["tree", "arrays"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -465,6 +475,19 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise RecordError(f"unknown scope {self.scope!r}; known are {list(SCOPES)}")
+
+    def __str__(self) -> str:
+        """The manifest as a person reads it: totals, then a line for each leaf, of many the first ones."""
+        saved_on = str(self.inventory) if self.inventory is not None else "devices that were not recorded"
+        count = len(self.leaves)
+        lines = [f"{count} {'leaf' if count == 1 else 'leaves'} of {self.nbytes:,} bytes, saved on {saved_on}"]
+        lines.extend(f"  note  {note}" for note in self.notes)
+        lines.extend(
+            f"  {path_text(path)}  {leaf}" for path, leaf in itertools.islice(self.leaves.items(), _LEAVES_SHOWN)
+        )
+        if count > _LEAVES_SHOWN:
+            lines.append(f"  and {count - _LEAVES_SHOWN} more")
+        return "\n".join(lines)
 
     @functools.cached_property
     def leaves(self) -> Mapping[LeafPath, LeafRecord]:
@@ -520,6 +543,10 @@ def partition_axes(partition: Partition) -> tuple[str, ...]:
     if partition is None or partition is UNCONSTRAINED:
         return ()
     return (partition,) if isinstance(partition, str) else tuple(partition)
+
+
+def _typed(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]" if shape else dtype
 
 
 def dtype_itemsize(dtype: str) -> int:

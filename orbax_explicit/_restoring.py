@@ -20,7 +20,7 @@ from orbax_explicit._containers import container_notes
 from orbax_explicit._leaf_capture import record_mesh
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
-from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._records import LeafPath, Manifest
 from orbax_explicit._sidecar import read_manifest
 from orbax_explicit._target_capture import CapturedTarget, record_target
@@ -65,11 +65,13 @@ def _make_plan(
         strict: Whether a target's shape must be the saved one.
         has_fallback: Whether there is a sharding for arrays whose recorded mesh does not fit.
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, not {mesh!r}; resolve_mesh makes one of an AbstractMesh")
     plan = plan_from_records(
         manifest,
         target.records if target is not None else None,
         present.inventory,
-        policy,
+        checked_policy(policy),
         mesh=record_mesh(mesh) if mesh is not None else None,
         context=record_mesh(present.context) if present.context is not None else None,
         strict=strict,

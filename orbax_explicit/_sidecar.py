@@ -62,7 +62,20 @@ def read_array_records(directory: epath.Path) -> Manifest:
         nbytes = file.stat().length
         if nbytes > _wire.MAX_NBYTES:
             raise FormatError(f"{file} holds {nbytes} bytes; no record takes more than {_wire.MAX_NBYTES}")
-        return _wire.decode(file.read_bytes())
+        try:
+            return _wire.decode(file.read_bytes())
+        except FormatError as error:
+            raise FormatError(
+                *(
+                    dataclasses.replace(
+                        problem,
+                        could_not=f"cannot read {file}: {problem.could_not}",
+                        fix=problem.fix
+                        or "restore the file from a copy, or read the arrays with stock Orbax, which needs it not",
+                    )
+                    for problem in error.problems
+                )
+            ) from error
     return _stock.read_stock_manifest(directory)
 
 
@@ -105,7 +118,7 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
                 fix="pass the path of one of them",
             )
         )
-    steps = [child.name for child in children if child.name.isdigit()]
+    steps = sorted((child.name for child in children if child.name.isdigit()), key=int)
     raise CheckpointLayoutError(
         Problem(
             could_not=f"cannot find a checkpoint at {directory}",

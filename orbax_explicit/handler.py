@@ -31,7 +31,7 @@ from orbax_explicit._capture import CapturedTree, record_path, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._plan import AsTarget, OnHost, Outcome
-from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._records import LeafPath, Manifest, ValueRecord
 from orbax_explicit._restoring import BoundPlan, bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
@@ -75,7 +75,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             **kwargs: Other arguments of `ocp.PyTreeCheckpointHandler`.
         """
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        self._policy = policy
+        self._policy = checked_policy(policy)
         self._use_ocdbt = use_ocdbt
         self._primary_host = options.primary_host
         self._trees = ocp.PyTreeCheckpointHandler(

@@ -59,9 +59,10 @@ def register(policy: RestorePolicy | None = None) -> None:
     Args:
         policy: The choices for restores.
     """
+    handler = ExplicitArrayHandler(policy=policy)
     if not _replaced:
         _replaced.append(ocp.type_handlers.get_type_handler(jax.Array))
-    ocp.type_handlers.register_type_handler(jax.Array, ExplicitArrayHandler(policy=policy), override=True)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def unregister() -> None:

@@ -192,6 +192,26 @@ def test_a_given_mesh_takes_the_recorded_specs(tmp_path, checkpointer, mesh):
     assert_same_values(restored, matrix())
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        pytest.param({"policy": "auto"}, "policy must be a RestorePolicy, not 'auto'", id="a policy that is none"),
+        pytest.param(
+            {"mesh": AbstractMesh((8,), ("d",), axis_types=(AUTO,))}, "resolve_mesh makes one", id="an abstract mesh"
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_refused_at_once(tmp_path, checkpointer, mesh, options, says):
+    """By what they should be, also where a handler or a registration is made with one."""
+    path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})
+    with pytest.raises(TypeError, match=says):
+        checkpointer.restore(path, **options)
+    if "policy" in options:
+        for make in (oxe.ExplicitCheckpointHandler, oxe.handler_registry, oxe.register):
+            with pytest.raises(TypeError, match=says):
+                make(**options)
+
+
 def test_the_context_mesh_takes_the_recorded_specs_at_any_size(tmp_path, checkpointer, mesh):
     """Where it has the recorded axis names and types."""
     path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d", "m"))})

@@ -15,7 +15,7 @@ from orbax_explicit._errors import OrbaxExplicitError, Problem
 ERRORS = tuple(
     cls
     for _, cls in inspect.getmembers(_errors, inspect.isclass)
-    if issubclass(cls, Exception) and cls.__module__ == _errors.__name__
+    if issubclass(cls, Exception) and cls.__module__ == oxe.__name__
 )
 
 MESH = Problem(
@@ -44,12 +44,15 @@ def test_an_error_reads_in_five_parts():
 
 def test_several_problems_are_counted_and_listed_in_the_order_they_were_found():
     """One error for all of them."""
-    assert str(oxe.RestoreRefusedError(SHAPE, "cannot read it", MESH)).splitlines()[:6] == [
+    assert str(oxe.RestoreRefusedError(SHAPE, "cannot read it", MESH)).splitlines()[:9] == [
         "3 problems",
+        "",
         "cannot restore shape (8, 8) into shape (8, 4)",
         "  affects   1 of 4 leaves: a",
         "  fix       ask for (8, 8)",
+        "",
         "cannot read it",
+        "",
         "cannot rebuild mesh (data=2 explicit, model=4 explicit) on 4 devices",
     ]
 

@@ -24,14 +24,16 @@ def names(tmp_path, mesh):
     """What the README takes for granted: a state, and places to put it."""
     state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(3)}
     before = ocp.type_handlers.get_type_handler(jax.Array)
-    yield {
+    names = {
         "state": state,
         "path": tmp_path / "checkpoint",
         "directory": tmp_path / "steps",
         "step": 7,
         "abstract_state": jax.eval_shape(lambda tree: tree, state),
         "abstract_mesh": mesh.abstract_mesh,
+        "mesh": mesh,
     }
+    yield names
     oxe.unregister()
     assert ocp.type_handlers.get_type_handler(jax.Array) is before
 
@@ -41,13 +43,15 @@ def test_the_readme_has_the_blocks_that_run_here():
     assert len(BLOCKS) == 3
 
 
-def test_every_block_runs_in_order(names):
-    """As one program, from the first to the last, and the state is what it was."""
+def test_every_block_runs_in_order(names, capsys):
+    """As one program, from the first to the last; the state is what it was, and the plan reads as it says."""
     saved = names["state"]
     for block in BLOCKS:
         exec(block, names)  # noqa: S102  # the README is ours
     assert_same_tree(names["state"], saved)
-    assert "w" in names["manifest"].tree.keys[-1]
+    assert names["retyped"]["w"].sharding.mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    plan = capsys.readouterr().out.partition("\n2 leaves")[0]
+    assert f"```\n{plan}\n```" in README.read_text()
 
 
 def save_a_state(path: str) -> None:
