@@ -109,7 +109,7 @@ def _tell(console: Console, directory: Path, steps: int, checkpoint_at: int) -> 
         console,
         f"{steps} steps in {first.training_seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}",
         f"a checkpoint every {plural(checkpoint_at, 'step')}; save() returned after "
-        f"{', '.join(f'{seconds:.2f} s' for seconds in first.saving_seconds)}",
+        f"{', '.join(f'{seconds:.2f} s' for seconds in first.saving_seconds)} (the first one compiles)",
         f"{plural(first.steps_while_writing, 'step')} of training went on while it wrote",
     )
 

@@ -40,7 +40,10 @@ def render_manifest(manifest: Manifest, *, width: int) -> Table:
 
 
 def render_landings(recorded: Manifest, landings: Mapping[str, Manifest], *, width: int) -> Table:
-    """Where the arrays were, and where each resumed run found them: one column a run; red where it is not the same."""
+    """Where the arrays were, and where each resumed run found them: one column a run.
+
+    What differs is yellow where a run was given other devices, else red.
+    """
     table = _table(width)
     table.add_column("")
     table.add_column("saved from", style="bold")
@@ -49,7 +52,8 @@ def render_landings(recorded: Manifest, landings: Mapping[str, Manifest], *, wid
     before = _landing(recorded)
     after = [_landing(manifest) for manifest in landings.values()]
     for row, was in before.items():
-        cells = [_compared(was, landing.get(row, "missing")) for landing in after]
+        style = "yellow" if row == "processes" or row.endswith(" devices") else "red"
+        cells = [_compared(was, landing.get(row, "missing"), style) for landing in after]
         table.add_row(Text(row, style="dim"), was, *cells)
     return table
 
@@ -120,7 +124,10 @@ def _table(width: int) -> Table:
 def _verdict_text(verdict: Verdict) -> str:
     layouts = f"{verdict.as_recorded}/{verdict.arrays} arrays as recorded"
     if verdict.allowed_difference and verdict.equal_losses < verdict.steps:
-        losses = f"losses within {verdict.largest_difference:.0e} (max {verdict.allowed_difference:.0e})"
+        losses = (
+            f"losses within {verdict.largest_difference:.0e} (sums in another order; at most "
+            f"{verdict.allowed_difference:.0e})"
+        )
     else:
         losses = f"{verdict.equal_losses}/{verdict.steps} losses bitwise equal"
     return f"{losses}, {layouts}"
