@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, Sharding
 
-from orbax_explicit._binding import read_present
+from orbax_explicit._binding import axis_types_of, read_present
 from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._records import (
     ArrayRecord,
@@ -75,6 +75,7 @@ class RecordedLayout:
         self._policy = policy
 
     def metadata(self, info: ParamInfo) -> ocp.metadata.value.ArrayMetadata:
+        """Orbax's metadata of one array."""
         record = self._manifest.arrays[flat_path(info.name)]
         return ocp.metadata.value.ArrayMetadata(
             name=info.name,
@@ -86,6 +87,7 @@ class RecordedLayout:
         )
 
     def sharding(self, name: str) -> Sharding:
+        """Where one array lands on the present devices."""
         sharding = self._shardings[flat_path(name)]
         assert sharding is not None
         return sharding
@@ -101,7 +103,7 @@ class RecordedLayout:
             metadata = RecordedNamedShardingMetadata(
                 shape=np.array(mesh.axis_sizes, dtype=int),
                 axis_names=list(mesh.axis_names),
-                axis_types=tuple(jax.sharding.AxisType[t.capitalize()] for t in mesh.axis_types or ()) or None,
+                axis_types=axis_types_of(mesh),
                 partition_spec=tuple(record.sharding.spec.partitions),
             )
         elif isinstance(record.sharding, SingleDeviceRecord):

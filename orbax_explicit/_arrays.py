@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import AbstractMesh, Sharding
+from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
@@ -149,7 +150,8 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         args = list(args or [ocp.RestoreArgs()] * len(infos))
         for info in infos:
             await info.await_path_creation()
-        undecided = [i for i, arg in enumerate(args) if not _is_decided(arg)]
+        # Inside a checkpoint handler everything is decided: it has planned for the whole tree.
+        undecided = [i for i, arg in enumerate(args) if self._records and not _is_decided(arg)]
         if undecided:
             decided = self._decide([(infos[i], args[i]) for i in undecided])
             for i, arg in zip(undecided, decided, strict=True):
@@ -162,20 +164,26 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         recorded = by_storage_name(read_array_records(leaves[0][0].parent_dir))
         names = [info.name for info, _ in leaves]
         manifest = restrict_to(recorded, names)
-        target = {
-            info.name: _Wanted(recorded.arrays[flat_path(info.name)], getattr(arg, "sharding", None))
-            for info, arg in leaves
-        }
+        target = {info.name: _Wanted(recorded.arrays[flat_path(info.name)], arg) for info, arg in leaves}
         bound = bind_restore(manifest, read_present(), target=target, policy=self._policy)
         decided = []
         for info, arg in leaves:
             sharding = bound.shardings[flat_path(info.name)]
             given = arg if isinstance(arg, ocp.ArrayRestoreArgs) else ocp.ArrayRestoreArgs(dtype=arg.dtype)
+            if given.dtype is not None and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+                # What is read is key data, of the stored shape; Orbax makes keys of them afterwards.
+                given = dataclasses.replace(given, dtype=None, shape=None, global_shape=None)
             decided.append(dataclasses.replace(given, restore_type=jax.Array, sharding=sharding))
         return decided
 
     async def metadata(self, infos: Sequence[ParamInfo]) -> Sequence[ocp.metadata.value.ArrayMetadata]:
-        """Describes arrays from the record, without opening them. Damaged layout never raises: it is left out."""
+        """Describes arrays from the record, without opening them.
+
+        Of a stock checkpoint, layout that cannot be read is left out and never raises.
+
+        Raises:
+            FormatError: The record is damaged or from a newer version.
+        """
         for info in infos:
             await info.await_path_creation()
         recorded = by_storage_name(read_array_records(infos[0].parent_dir))
@@ -192,7 +200,8 @@ def await_directories() -> None:
     """Returns when Orbax has created the directories of the save that is going on.
 
     It creates them in the background; one that is still being created when the save is refused would be in the way of
-    the next save to the same path, which removes what it finds there.
+    the next save to the same path, which removes what it finds there. Goes when a save of Orbax that raises waits for
+    its own directories.
     """
     CommitFutureAwaitingContractedSignals(asyncio.sleep(0), name="refused").result()
 
@@ -216,6 +225,10 @@ def _is_decided(arg: ocp.RestoreArgs) -> bool:
         return True
     if arg.sharding is None or isinstance(arg.sharding, RecordedSharding | RecordedLayoutMetadata):
         return False
+    if isinstance(arg.sharding, SingleDeviceSharding) and not isinstance(arg.sharding, UncommittedSharding):
+        return False  # Perhaps that of an uncommitted array: the record knows.
+    if arg.dtype is not None and jnp.issubdtype(arg.dtype, jax.dtypes.prng_key):
+        return False  # Keys of which implementation were saved the record knows too.
     return not isinstance(getattr(arg.sharding, "mesh", None), AbstractMesh)
 
 
@@ -240,7 +253,7 @@ class _Wanted:
     """A leaf of the target that Orbax's restore arguments amount to."""
 
     recorded: ArrayRecord
-    given: Any
+    args: ocp.RestoreArgs
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,10 +261,15 @@ class _Wanted:
 
     @property
     def dtype(self) -> Any:
+        wanted = self.args.dtype
+        if wanted is not None and jnp.issubdtype(wanted, jax.dtypes.prng_key):
+            return wanted
+        # Another dtype is a cast, which Orbax does; and of keys it is what stock's own metadata calls them.
         if self.recorded.prng is not None:
             return jax.eval_shape(functools.partial(jax.random.key, 0, impl=self.recorded.prng.impl)).dtype
-        return jax.numpy.dtype(self.recorded.dtype)
+        return jnp.dtype(self.recorded.dtype)
 
     @property
     def sharding(self) -> Sharding | None:
-        return None if isinstance(self.given, RecordedSharding | RecordedLayoutMetadata) else self.given
+        given = getattr(self.args, "sharding", None)
+        return None if isinstance(given, RecordedSharding | RecordedLayoutMetadata) else given

@@ -175,7 +175,7 @@ class _Binder:
         else:
             devices = self.by_id
         grid = np.array([devices[i] for i in ids], dtype=object).reshape(planned.mesh.axis_sizes)
-        return Mesh(grid, planned.mesh.axis_names, axis_types=_axis_types(planned.mesh))
+        return Mesh(grid, planned.mesh.axis_names, axis_types=axis_types_of(planned.mesh))
 
     def _target_meshes(self) -> list[Mesh]:
         assert self.target is not None
@@ -230,13 +230,13 @@ def resolve_mesh(abstract_mesh: AbstractMesh, devices: Sequence[jax.Device] | No
 def _make_mesh(mesh: MeshRecord, devices: Sequence[jax.Device]) -> Mesh:
     """A new mesh over the first devices, in the order that suits their interconnect."""
     return jax.make_mesh(
-        mesh.axis_sizes, mesh.axis_names, axis_types=_axis_types(mesh), devices=list(devices[: mesh.size])
+        mesh.axis_sizes, mesh.axis_names, axis_types=axis_types_of(mesh), devices=list(devices[: mesh.size])
     )
 
 
-def _axis_types(mesh: MeshRecord) -> tuple[jax.sharding.AxisType, ...]:
-    assert mesh.axis_types is not None, "a planned mesh is always typed"
-    return tuple(_AXIS_TYPES[kind] for kind in mesh.axis_types)
+def axis_types_of(mesh: MeshRecord) -> tuple[jax.sharding.AxisType, ...] | None:
+    """JAX's axis types of a recorded mesh; None where none were recorded, which no planned mesh is."""
+    return None if mesh.axis_types is None else tuple(_AXIS_TYPES[kind] for kind in mesh.axis_types)
 
 
 _AXIS_TYPES: Mapping[AxisType, jax.sharding.AxisType] = {

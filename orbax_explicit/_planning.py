@@ -3,7 +3,8 @@
 A pure function of frozen values: no JAX, no device, no file. Every leaf is decided by the first line of this
 order that applies:
 
-1. The target's leaf has a concrete sharding: that one, as it is.
+1. The target's leaf has a concrete sharding: that one, as it is. An array that was uncommitted stays so, if the leaf
+   is abstract and names the default device.
 2. The target's leaf has a sharding on an abstract mesh: its spec, axis types and memory kind, on the mesh that
    was passed; else on the mesh of `jax.set_mesh` if that equals it; else on the recorded mesh's devices if names
    and sizes are equal; else on a new mesh over the present devices. A passed or context mesh that contradicts
@@ -21,7 +22,6 @@ Meshes are compared by axis names, sizes and types, never as objects.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ from orbax_explicit._records import (
     ShardingRecord,
     SingleDeviceRecord,
     ValueRecord,
-    partition_axes,
+    path_names,
     path_text,
     plural,
 )
@@ -163,10 +163,10 @@ class _Planner:
         if self.targets is None:
             return [(path, path, leaf, None) for path, leaf in self.manifest.leaves.items()]
         # By the text of the keys: a class that was saved as attributes may come back into a dict, as in stock Orbax.
-        saved = {_names(path): (path, leaf) for path, leaf in self.manifest.leaves.items()}
-        wanted = {_names(path): path for path in self.targets}
+        saved = {path_names(path): (path, leaf) for path, leaf in self.manifest.leaves.items()}
+        wanted = {path_names(path): path for path in self.targets}
         for path in self.manifest.leaves:
-            if _names(path) not in wanted:
+            if path_names(path) not in wanted:
                 problem = Problem(
                     could_not="cannot leave out saved leaves that the target lacks",
                     of=len(self.manifest.leaves),
@@ -175,7 +175,7 @@ class _Planner:
                 self._report(problem, path)
         matched: list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]] = []
         for path, target in self.targets.items():
-            found = saved.get(_names(path))
+            found = saved.get(path_names(path))
             if found is None:
                 problem = Problem(
                     could_not="cannot restore leaves of the target that the checkpoint lacks",
@@ -228,7 +228,7 @@ class _Planner:
             sharding, committed = recorded.sharding, recorded.committed
         if target is not None and target.value_type is not None:
             return _Decision("host", OnHost(type=target.value_type))
-        if target is not None and not target.committed:
+        if target is not None and (target.committed is False or self._stays_uncommitted(committed, target)):
             return _Decision("target", Uncommitted(memory_kind=self.present.default_memory_kind))
         if target is not None and target.concrete:
             return _Decision("target", AsTarget(sharding=target.sharding))
@@ -244,6 +244,19 @@ class _Planner:
         if isinstance(decision, Problem):
             raise Refused(decision)
         return decision
+
+    def _stays_uncommitted(self, committed: bool, target: TargetRecord) -> bool:
+        """Whether an array that was uncommitted goes where the target's abstract leaf says without being committed.
+
+        A `jax.ShapeDtypeStruct` that was made of an uncommitted array names the default device, and cannot say that the
+        array was free to leave it. There it has the very sharding that is asked for.
+        """
+        return (
+            not committed
+            and target.committed is None
+            and isinstance(target.sharding, SingleDeviceRecord)
+            and (self.present.process_count > 1 or target.sharding.device_id == self.present.device_ids[0])
+        )
 
     def _decide_sharding(
         self, recorded: ShardingRecord | None, committed: bool, target: TargetRecord | None
@@ -367,9 +380,9 @@ def _check_spec(shape: tuple[int, ...], placement: OnMesh) -> None:
                 fix="give the target's leaf a spec that is no longer than its shape",
             )
         )
-    sizes = mesh.shape
-    for dimension, partition in enumerate(spec.partitions):
-        shards = math.prod(sizes[axis] for axis in partition_axes(partition))
+    sharding = NamedShardingRecord(mesh=mesh, spec=spec)
+    for dimension in range(len(spec.partitions)):
+        shards = sharding.shards_along(dimension)
         if shape[dimension] % shards:
             raise Refused(
                 Problem(
@@ -378,7 +391,3 @@ def _check_spec(shape: tuple[int, ...], placement: OnMesh) -> None:
                     fix="pass a mesh whose axes divide the dimension, or a target with another sharding",
                 )
             )
-
-
-def _names(path: LeafPath) -> tuple[str, ...]:
-    return tuple(str(key.name) for key in path)

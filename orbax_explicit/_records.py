@@ -296,6 +296,8 @@ class ValueRecord:
             wrong.append(f"unknown type of value {self.type!r}; known are {list(VALUE_TYPES)}")
         if any(n < 0 for n in self.shape):
             wrong.append(f"array dimensions must not be negative: {self.shape}")
+        if self.type == "str" and self.dtype:
+            wrong.append(f"a str has no dtype, yet {self.dtype!r} is given")
         if self.shape and self.type not in ("np.ndarray", "bytes"):
             wrong.append(f"a value of type {self.type} has no shape, yet {self.shape} is given")
         _raise_if(wrong)
@@ -335,6 +337,11 @@ LeafPath: TypeAlias = tuple[Key, ...]
 def path_text(path: LeafPath) -> str:
     """The path as a person reads it: `params/layer_0/kernel`; `.` for a tree that is one leaf."""
     return "/".join(str(key.name) for key in path) or "."
+
+
+def path_names(path: LeafPath) -> tuple[str, ...]:
+    """The keys as text, by which Orbax tells leaves apart."""
+    return tuple(str(key.name) for key in path)
 
 
 def storage_name(path: LeafPath) -> str:
@@ -388,6 +395,8 @@ class ContainerRecord:
             wrong.append(f"the positions in a {self.kind} are not 0, 1, 2, ...")
         if (self.kind in _NAMED_KINDS) != bool(self.qualname):
             wrong.append(f"a {self.kind} with class name {self.qualname!r}")
+        elif self.module and not self.qualname:
+            wrong.append(f"a {self.kind} with a module, {self.module!r}, but no class name")
         _raise_if(wrong)
 
     @property
@@ -429,6 +438,8 @@ class Inventory:
             wrong.append(f"{len(self.device_ids)} devices but {len(self.process_indices)} process indices")
         if any(i < 0 for i in self.process_indices):
             wrong.append("process indices must not be negative")
+        if list(self.memory_kinds) != sorted(set(self.memory_kinds)):
+            wrong.append(f"memory kinds must be sorted and distinct, not {self.memory_kinds}")
         if self.default_memory_kind not in self.memory_kinds:
             wrong.append(f"default memory kind {self.default_memory_kind!r} is not one of {self.memory_kinds}")
         _raise_if(wrong)

@@ -18,7 +18,6 @@ from orbax_explicit._records import Manifest, replace_leaves, storage_name
 from orbax_explicit._stock_sharding import render_sharding_file
 
 FILE_NAME = "explicit_sharding.msgpack"
-STOCK_FILE_NAME = "_sharding"
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -92,7 +91,7 @@ def write_records(directory: epath.Path, manifest: Manifest) -> None:
     (directory / FILE_NAME).write_bytes(_wire.encode(manifest))
     arrays = {storage_name(path): array for path, array in manifest.arrays.items()}
     if arrays:
-        (directory / STOCK_FILE_NAME).write_bytes(render_sharding_file(arrays, manifest.inventory))
+        (directory / _stock.SHARDING_FILE).write_bytes(render_sharding_file(arrays, manifest.inventory))
 
 
 def find_item(path: str | PathLike[str]) -> epath.Path:

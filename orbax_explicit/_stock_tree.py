@@ -9,12 +9,12 @@ checkpoint that was saved with Orbax's rich types also holds the containers them
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from orbax_explicit._errors import FormatError, Problem, RecordError
-from orbax_explicit._records import ContainerKind, ContainerRecord, Key, LeafPath, Tree, path_text
+from orbax_explicit._records import ContainerKind, ContainerRecord, Key, LeafPath, Tree, path_names, path_text
 from orbax_explicit._stock_json import Json, UnreadableError, is_text, parse_json, parse_json_object, shown
 
 ARRAY = "jax.Array"
@@ -186,7 +186,7 @@ def _nest(leaves: Sequence[tuple[LeafPath, Tree]], depth: int, wrong: dict[str, 
 
 
 def _build_rich_tree(leaves: Mapping[LeafPath, Tree], containers: str) -> Tree:
-    by_names = {_names(path): leaf for path, leaf in leaves.items()}
+    by_names = {path_names(path): leaf for path, leaf in leaves.items()}
     used: list[tuple[str, ...]] = []
     tree = _rich_node(parse_json(containers), (), by_names, used)
     if len(used) != len(by_names):
@@ -246,7 +246,3 @@ def _text(value: Json) -> str:
     if not is_text(value):
         raise UnreadableError(f"value_metadata_tree holds {shown(value)} for a name")
     return value
-
-
-def _names(path: Collection[Key]) -> tuple[str, ...]:
-    return tuple(str(key.name) for key in path)

@@ -99,7 +99,7 @@ def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) 
     if not isinstance(sharding, jax.sharding.Sharding):
         return TargetRecord(shape=shape, **described)
     return TargetRecord(
-        shape=shape, committed=getattr(leaf, "committed", True), **described, **describe_sharding(sharding, recorder)
+        shape=shape, committed=getattr(leaf, "committed", None), **described, **describe_sharding(sharding, recorder)
     )
 
 

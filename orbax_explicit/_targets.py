@@ -31,7 +31,7 @@ class TargetRecord:
         prng_impl: The PRNG implementation it expects; None for an ordinary leaf.
         sharding: The sharding it names, on a concrete or abstract mesh; None for none.
         concrete: Whether it names a concrete sharding, perhaps of a kind that has no record.
-        committed: False for an uncommitted `jax.Array`, which names no place.
+        committed: Whether a `jax.Array` is committed; None where it is not one, and cannot say.
         value_type: The type of host value it is; None for an array.
     """
 
@@ -40,7 +40,7 @@ class TargetRecord:
     prng_impl: str | None = None
     sharding: ShardingRecord | None = None
     concrete: bool = False
-    committed: bool = True
+    committed: bool | None = None
     value_type: ValueType | None = None
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -29,10 +29,10 @@ from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
 from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_path, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
-from orbax_explicit._errors import SaveRefusedError
+from orbax_explicit._errors import FormatError, Problem, SaveRefusedError
 from orbax_explicit._plan import AsTarget, OnHost, Outcome
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._records import LeafPath, Manifest, ValueRecord
+from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, ValueRecord, path_names, path_text
 from orbax_explicit._restoring import BoundPlan, bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._whole_arrays import ExplicitNumpyHandler
@@ -180,10 +180,10 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         stored = self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args))
         flat, _ = jax.tree_util.tree_flatten_with_path(stored)
         by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
-        return {
-            outcome.path: _finished(by_name[tuple(str(key.name) for key in outcome.source)], outcome)
-            for outcome in bound.plan.outcomes
-        }
+        values = {o.path: _finished(by_name[path_names(o.source)], o) for o in bound.plan.outcomes}
+        if args.strict:
+            _check_against_record(values, bound.plan.outcomes)
+        return values
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
@@ -317,10 +317,33 @@ def _finished(stored: Any, outcome: Outcome) -> Any:
 async def _let_siblings_refuse() -> None:
     """Lets the other items of a composite save be captured, and refused, before this one starts to write.
 
-    Orbax runs all of them in one event loop; a refusal takes a few of its rounds to end the save.
+    Orbax runs all of them in one event loop; a refusal takes a few of its rounds to end the save. Goes when Orbax waits
+    for every item's `async_save`, or cancels it, before it raises.
     """
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def _check_against_record(values: Mapping[LeafPath, Any], outcomes: Iterable[Outcome]) -> None:
+    """Refuses what was read where it is not what the record describes: one of them is damaged."""
+    wrong = []
+    for outcome in outcomes:
+        recorded = outcome.recorded
+        if not isinstance(recorded, ArrayRecord) or isinstance(outcome.placement, OnHost):
+            continue
+        value = values[outcome.path]
+        dtype = recorded.dtype if recorded.prng is None else value.dtype.name
+        if (value.shape, value.dtype.name) != (recorded.shape, outcome.dtype or dtype):
+            wrong.append(
+                Problem(
+                    could_not=f"cannot restore {path_text(outcome.path)}: what is stored is {value.dtype}{value.shape}",
+                    recorded=f"{recorded.dtype_text}{recorded.shape}",
+                    affects=(path_text(outcome.path),),
+                    fix="restore the checkpoint from a copy: its record and its arrays are not of one save",
+                )
+            )
+    if wrong:
+        raise FormatError(*wrong)
 
 
 def _item(stored: Any) -> Any:

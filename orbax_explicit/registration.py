@@ -52,7 +52,8 @@ def register(policy: RestorePolicy | None = None) -> None:
     """Makes every stock v0 handler in this process save and restore `jax.Array` leaves with their shardings.
 
     Handlers that are made later are meant too; those with a type handler registry of their own are not. Only arrays
-    and their shardings: a type handler sees no containers. Explicit `ArrayRestoreArgs` are honoured. In a running
+    and their shardings: a type handler sees no containers, and no leaf of another type, so that an array and a NumPy
+    array under one storage name are not told apart. Explicit `ArrayRestoreArgs` are honoured. In a running
     event loop (a notebook) the mesh of `jax.set_mesh` cannot be seen from where Orbax calls. Called again, it replaces
     the policy. Every process calls it.
 
@@ -66,14 +67,24 @@ def register(policy: RestorePolicy | None = None) -> None:
 
 
 def unregister() -> None:
-    """Puts back the handler that `register` replaced. Does nothing where nothing is registered."""
-    if _replaced:
-        ocp.type_handlers.register_type_handler(jax.Array, _replaced.pop(), override=True)
+    """Puts back the handler that `register` replaced.
+
+    Does nothing where nothing is registered, and leaves a handler alone that somebody else has registered since.
+    """
+    if not _replaced:
+        return
+    before = _replaced.pop()
+    if isinstance(ocp.type_handlers.get_type_handler(jax.Array), ExplicitArrayHandler):
+        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
 
 
 @contextlib.contextmanager
 def registered(policy: RestorePolicy | None = None) -> Iterator[None]:
-    """`register` on entry, `unregister` on exit; within an outer registration, that one again."""
+    """`register` on entry, `unregister` on exit; within an outer registration, that one again.
+
+    Args:
+        policy: The choices for restores.
+    """
     before = ocp.type_handlers.get_type_handler(jax.Array)
     outer = bool(_replaced)
     register(policy)

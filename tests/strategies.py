@@ -153,7 +153,8 @@ def values(draw: st.DrawFn) -> ValueRecord:
     """Values on the host."""
     kind = draw(st.sampled_from(VALUE_TYPES))
     shape = draw(shapes()) if kind in ("np.ndarray", "bytes") else ()
-    return ValueRecord(type=kind, shape=shape, dtype=draw(st.sampled_from(("", *DTYPES))))
+    dtype = "" if kind == "str" else draw(st.sampled_from(("", *DTYPES)))
+    return ValueRecord(type=kind, shape=shape, dtype=dtype)
 
 
 def keys() -> st.SearchStrategy[Key]:

@@ -621,7 +621,7 @@ def test_all_refusals_of_a_tree_come_in_one_error(mesh):
         ),
         pytest.param(
             lambda mesh: on_numbered_axes(),
-            TargetRecord(shape=(8, 8), dtype="float32", concrete=True),
+            TargetRecord(shape=(8, 8), dtype="float32", concrete=True, committed=True),
             id="a concrete sharding without a record, which is taken as it is",
         ),
         pytest.param(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_same_tree, assert_same_values, matrix, place, training_state
 
 import orbax_explicit as oxe
+from orbax_explicit._sidecar import FILE_NAME
+from orbax_explicit.testing import run_on_devices
 
 
 @pytest.fixture
@@ -276,12 +280,71 @@ def test_keys_of_another_implementation_are_refused(tmp_path, checkpointer):
 
 
 def test_an_uncommitted_scalar_stays_free(tmp_path, checkpointer, mesh):
-    """`jit` takes it together with arrays on a mesh, as before it was saved; so it does optax's count."""
-    state = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)}
-    restored = checkpointer.restore(saved(checkpointer, tmp_path, state))
+    """`jit` takes it together with arrays on a mesh, as before it was saved; so it does optax's count.
+
+    Also where the target was made of the state, abstract or not: its scalar names the default device.
+    """
+    params = {"w": place(mesh, matrix(), P("d", "m"))}
+    optimizer = optax.adam(0.1)
+    state = {"params": params, "step": jnp.int32(5), "opt": optimizer.init(params)}
+    path = saved(checkpointer, tmp_path, state)
+    for target in (None, state, jax.tree.map(ocp.utils.to_shape_dtype_struct, state)):
+        restored = checkpointer.restore(path, target)
+        assert_same_tree(restored, state)
+        product = jax.jit(lambda w, s: w * s)(restored["params"]["w"], restored["step"])
+        np.testing.assert_array_equal(np.asarray(product), matrix() * 5)
+        updates, _ = jax.jit(optimizer.update)(restored["params"], restored["opt"])
+        assert updates["w"].sharding.spec == P("d", "m")
+
+
+def test_a_committed_scalar_in_a_target_is_committed(tmp_path, checkpointer, mesh):
+    """A real array says that it is, and on which device."""
+    path = saved(checkpointer, tmp_path, {"step": jnp.int32(5)})
+    for device in (jax.devices()[0], jax.devices()[3]):
+        restored = checkpointer.restore(path, {"step": jax.device_put(jnp.int32(0), device)})["step"]
+        assert restored.committed
+        assert restored.devices() == {device}
+    abstract_scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(jax.devices()[3]))
+    assert checkpointer.restore(path, {"step": abstract_scalar})["step"].devices() == {jax.devices()[3]}
+
+
+def save_on_eight(path: str) -> None:
+    """Run on 8 devices."""
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(EXPLICIT, EXPLICIT))
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)})
+
+
+def restore_on_a_given_mesh(path: str, sizes: tuple[int, int]) -> str:
+    """Run on another number of devices: where the array is, once it is known to be right."""
+    mesh = jax.make_mesh(sizes, ("d", "m"), axis_types=(EXPLICIT, EXPLICIT))
+    with oxe.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path, mesh=mesh)
+    assert_same_values(restored["w"], matrix())
     assert not restored["step"].committed
-    product = jax.jit(lambda w, s: w * s)(restored["w"], restored["step"])
-    np.testing.assert_array_equal(np.asarray(product), matrix() * 5)
+    assert restored["w"].sharding == NamedSharding(mesh, P("d", "m"), memory_kind="device")
+    return str(dict(restored["w"].sharding.mesh.shape))
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(1, (1, 1)), (4, (2, 2)), (16, (4, 4))])
+def test_a_given_mesh_takes_the_recorded_specs_on_another_number_of_devices(tmp_path, devices, sizes):
+    """What the refusal of a mesh that does not fit advises."""
+    run_on_devices(save_on_eight, str(tmp_path / "a"), devices=8)
+    (shape,) = run_on_devices(restore_on_a_given_mesh, str(tmp_path / "a"), sizes, devices=devices)
+    assert shape == str(dict(zip("dm", sizes, strict=True)))
+
+
+def test_a_record_that_is_not_of_these_arrays_is_an_error(tmp_path, checkpointer, mesh):
+    """Two saves mixed up: what is stored is compared with what is recorded, in shape and dtype."""
+    paths = {}
+    for name, array in (("a", matrix()), ("b", matrix(4)), ("c", matrix(dtype=np.int32))):
+        checkpointer.save(tmp_path / name, {"w": place(mesh, array, P("m"))})
+        paths[name] = tmp_path / name
+    checkpointer.wait_until_finished()
+    for other in ("b", "c"):
+        shutil.copy(paths[other] / FILE_NAME, paths["a"] / FILE_NAME)
+        with pytest.raises(ValueError, match=r"are not of one save|is not compatible"):
+            checkpointer.restore(paths["a"])
 
 
 def test_an_uncommitted_scalar_stays_free_under_set_mesh(tmp_path, checkpointer, mesh):

@@ -37,7 +37,6 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_stock_sharding",
         "_stock_tree",
         "_sidecar",
-        "_report",
     ),
     # JAX. `_compat` is here for JAX's sake; it may import Orbax too, for it is where private names are imported.
     2: ("_leaf_capture", "_capture", "_target_capture", "_binding", "_restoring", "_compat"),

@@ -57,10 +57,9 @@ def test_a_stock_checkpointer_gives_arrays_back_whole(tmp_path, mesh):
         stock.save(tmp_path / "a", state)
         stock.wait_until_finished()
         assert_same_tree(stock.restore(tmp_path / "a"), state)
-        into = stock.restore(tmp_path / "a", state)
-    on_mesh = {name for name, leaf in state.items() if leaf.committed}
-    # An uncommitted array in a target has a sharding like any other, and stock passes it on as the caller's wish.
-    assert_same_tree({name: into[name] for name in on_mesh}, {name: state[name] for name in on_mesh})
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        assert_same_tree(stock.restore(tmp_path / "a", abstract), state)
+        assert_same_tree(stock.restore(tmp_path / "a", state), state)
     with ocp.PyTreeCheckpointer() as stock:
         assert_same_tree(stock.restore(tmp_path / "a"), state)
 
@@ -103,6 +102,34 @@ def test_what_a_target_leaves_open_lands_on_the_targets_own_mesh(tmp_path, mesh)
         restored = stock.restore(tmp_path / "a", target)
     assert restored["w"].sharding.mesh.devices.shape == (2, 2)
     assert restored["count"].sharding.mesh == restored["w"].sharding.mesh
+
+
+@pytest.mark.usefixtures("registered")
+def test_keys_of_another_implementation_are_refused(tmp_path):
+    """Stock gives back whatever keys were saved; key data of one implementation are no keys of another."""
+    with ocp.StandardCheckpointer() as stock:
+        stock.save(tmp_path / "a", {"key": jax.random.key(0)})
+        stock.wait_until_finished()
+        other = jax.random.key(0, impl="rbg")
+        abstract = jax.ShapeDtypeStruct((), other.dtype, sharding=other.sharding)
+        with pytest.raises(oxe.RestoreRefusedError, match="cannot restore key<threefry2x32> as key<rbg>"):
+            stock.restore(tmp_path / "a", {"key": abstract})
+        # Of real keys stock passes on the shape of their data alone.
+        with pytest.raises(ValueError, match="is not compatible with the stored shape"):
+            stock.restore(tmp_path / "a", {"key": other})
+
+
+def test_a_handler_that_somebody_registered_since_is_left_alone():
+    """`unregister` puts back what `register` took out, if that is still its own to take out."""
+    before = array_handler()
+    theirs = ocp.type_handlers.ArrayHandler()
+    oxe.register()
+    ocp.type_handlers.register_type_handler(jax.Array, theirs, override=True)
+    try:
+        oxe.unregister()
+        assert array_handler() is theirs
+    finally:
+        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
 
 
 @pytest.mark.usefixtures("registered")

@@ -232,7 +232,8 @@ def test_small_trees(tmp_path: Path, save: Callable[[Path, Any], Path], tree: Ca
 
 def test_rich_types_give_the_containers_themselves(tmp_path: Path) -> None:
     """A checkpoint saved with Orbax's rich types tells tuples from lists, and names its NamedTuples."""
-    options = pytest.importorskip("orbax.checkpoint._src.metadata.pytree_metadata_options")
+    from orbax.checkpoint._src.metadata import pytree_metadata_options as options
+
     rich = options.PyTreeMetadataOptions(support_rich_types=True)
     item = _save_pytree(tmp_path / "c", _tree(), pytree_metadata_options=rich)
     manifest = read_stock_manifest(epath.Path(item))

@@ -185,7 +185,8 @@ def test_entries(array: ArrayRecord, entry: dict[str, Any]) -> None:
 
 def test_stock_reads_a_mesh_of_one_device() -> None:
     """On a platform whose device names cannot be made, stock still finds the device."""
-    stock = pytest.importorskip("orbax.checkpoint._src.metadata.sharding")
+    from orbax.checkpoint._src.metadata import sharding as stock
+
     arrays = {"a": _array(8, sharding=SingleDeviceRecord(device_id=5, platform="tpu"))}
     (text,) = json.loads(render_sharding_file(arrays, replace(CPU, platform="tpu"))).values()
     assert stock.from_serialized_string(text).to_jax_sharding().device_set == {jax.devices()[5]}
