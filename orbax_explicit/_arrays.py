@@ -43,6 +43,7 @@ from orbax_explicit._records import (
     Key,
     LeafPath,
     Manifest,
+    path_names,
 )
 from orbax_explicit._restoring import bind_restore
 from orbax_explicit._sidecar import read_array_records, write_records
@@ -118,7 +119,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         self, values: Sequence[jax.Array], infos: Sequence[ParamInfo], args: Sequence[ocp.SaveArgs]
     ) -> Manifest:
         paths = [_path_of(info) for info in infos]
-        dtypes = {path: arg.dtype for path, arg in zip(paths, args, strict=True) if arg.dtype is not None}
+        dtypes = {path_names(path): arg.dtype for path, arg in zip(paths, args, strict=True) if arg.dtype is not None}
         try:
             return record_arrays(list(zip(paths, values, strict=True)), dtypes)
         except SaveRefusedError:

@@ -54,12 +54,14 @@ class Present:
         inventory: The record of these devices.
         context: The concrete mesh of `jax.set_mesh`; None where there is none.
         default_device: The device of this process on which an uncommitted array is.
+        x64: Whether `jax_enable_x64` is on.
     """
 
     devices: tuple[jax.Device, ...]
     inventory: Inventory
     context: Mesh | None
     default_device: jax.Device
+    x64: bool
 
     def device(self, device_id: int | None) -> jax.Device:
         """The device with this id; of None the default one."""
@@ -81,6 +83,7 @@ def read_present(devices: Sequence[jax.Device] | None = None) -> Present:
         inventory=record_inventory(devices),
         context=None if context.empty else context,
         default_device=_default_device(),
+        x64=bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]  # JAX adds its flags at run time
     )
 
 

@@ -17,7 +17,7 @@ import jax
 
 from orbax_explicit._containers import tree_of_paths
 from orbax_explicit._errors import Problem, SaveRefusedError
-from orbax_explicit._leaf_capture import LeafRecorder, Unrecordable
+from orbax_explicit._leaf_capture import LeafRecorder, Unrecordable, check_name
 from orbax_explicit._records import (
     ContainerRecord,
     Inventory,
@@ -27,10 +27,11 @@ from orbax_explicit._records import (
     Scope,
     Tree,
     ValueRecord,
+    path_names,
     path_text,
     storage_name,
 )
-from orbax_explicit._wire_schema import INT_MAX, INT_MIN, MAX_TEXT_NBYTES
+from orbax_explicit._wire_schema import INT_MAX, INT_MIN
 
 PyTree: TypeAlias = Any
 
@@ -57,7 +58,7 @@ class CapturedTree:
 
 
 def record_tree(
-    tree: PyTree, save_dtypes: Mapping[LeafPath, Any] | None = None, *, in_directories: bool = False
+    tree: PyTree, save_dtypes: Mapping[tuple[str, ...], Any] | None = None, *, in_directories: bool = False
 ) -> CapturedTree:
     """Records a tree that is about to be saved.
 
@@ -65,7 +66,7 @@ def record_tree(
 
     Args:
         tree: Any PyTree of the leaves that are allowed.
-        save_dtypes: The dtype to store a leaf in, for leaves that are cast while they are saved.
+        save_dtypes: The dtype to store a leaf in, by the text of its keys, for leaves that are cast while they are saved.
         in_directories: Whether Orbax will store each array in a directory of its name, rather than in OCDBT.
 
     Returns:
@@ -90,7 +91,7 @@ def record_tree(
 
 
 def record_arrays(
-    arrays: Sequence[tuple[LeafPath, jax.Array]], save_dtypes: Mapping[LeafPath, Any] | None = None
+    arrays: Sequence[tuple[LeafPath, jax.Array]], save_dtypes: Mapping[tuple[str, ...], Any] | None = None
 ) -> Manifest:
     """Records arrays that are about to be saved, of a tree that is not seen.
 
@@ -98,7 +99,7 @@ def record_arrays(
 
     Args:
         arrays: Each array with its path.
-        save_dtypes: The dtype to store an array in, for arrays that are cast while they are saved.
+        save_dtypes: The dtype to store an array in, by the text of its keys, for arrays that are cast while they are saved.
 
     Raises:
         SaveRefusedError: An array could not come back as it is. Lists all of them.
@@ -115,10 +116,19 @@ def _make_manifest(tree: Tree, scope: Scope) -> Manifest:
     return Manifest(tree=tree, scope=scope, inventory=record_inventory(jax.devices()), writer=_writer())
 
 
+_RESERVED_FILES = frozenset(
+    {
+        *("_METADATA", "_sharding", "_strings.json", "array_metadatas", "_CHECKPOINT_METADATA", "commit_success.txt"),
+        *("manifest.ocdbt", "d", "explicit_sharding.msgpack"),
+    }
+)
+"""What else lies in the directory of an item."""
+
+
 class _Walk:
     """One walk over a tree that is about to be saved, collecting every refusal."""
 
-    def __init__(self, save_dtypes: Mapping[LeafPath, Any]) -> None:
+    def __init__(self, save_dtypes: Mapping[tuple[str, ...], Any]) -> None:
         self.save_dtypes = save_dtypes
         self.values: dict[LeafPath, Any] = {}
         self.refused: dict[tuple[str, str], list[str]] = {}
@@ -129,7 +139,7 @@ class _Walk:
             level = _one_level(node)
             if level is None:
                 self.values[path] = node
-                return self.recorder.record(node, self.save_dtypes.get(path))
+                return self.recorder.record(node, self.save_dtypes.get(path_names(path)))
             if len(path) >= MAX_DEPTH:
                 raise Unrecordable(f"cannot save a tree deeper than {MAX_DEPTH} levels", "save a flatter tree")
         except Unrecordable as why:
@@ -144,7 +154,8 @@ class _Walk:
     def refuse_shared_names(self) -> None:
         by_name: dict[str, list[LeafPath]] = {}
         for path in self.values:
-            by_name.setdefault(storage_name(path), []).append(path)
+            # TensorStore sets one "/" behind a name that does not end in one.
+            by_name.setdefault(storage_name(path).removesuffix("/"), []).append(path)
         for name, paths in by_name.items():
             if len(paths) > 1:
                 why = _shared_name(name)
@@ -176,7 +187,9 @@ class _Walk:
         stored = {storage_name(path): path for path, value in self.values.items() if not isinstance(value, str)}
         for name, path in stored.items():
             parts = name.split("/")
-            if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > 255 for part in parts):
+            if parts[0] in _RESERVED_FILES or any(
+                part in ("", ".", "..") or "\0" in part or "\\" in part or len(part.encode()) > 255 for part in parts
+            ):
                 why = f"cannot save a leaf in a directory of the name {name!r}"
                 self.refuse(path, Unrecordable(why, "rename the key, or save with OCDBT"))
             for above in ("/".join(parts[:i]) for i in range(1, len(parts))):
@@ -226,15 +239,18 @@ def _one_level(node: PyTree) -> tuple[tuple[Key, ...], Sequence[PyTree], _Contai
         # Orbax keeps an empty mapping of any class as an empty dict.
         return (), (), _of_kind("dict")
     keys = tuple(record_key(path[0]) for path, _ in flat)
-    if len(set(keys)) < len(keys):
+    if len(set(map(str, (key.name for key in keys)))) < len(keys):
         raise Unrecordable(
             f"cannot save a {type(node).__qualname__} that gives two children one key", "register it with distinct keys"
         )
     children = [child for _, child in flat]
     cls = type(node)
+    module = cls.__module__ if isinstance(cls.__module__, str) else ""
+    for name in (module, cls.__qualname__):
+        check_name(name)
     fields = [Key("attr", name) for name in getattr(node, "_fields", ())]
     kind = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") and list(keys) == fields else "node"
-    return keys, children, _of_kind(kind, module=cls.__module__, qualname=cls.__qualname__)
+    return keys, children, _of_kind(kind, module=module, qualname=cls.__qualname__)
 
 
 def _of_kind(
@@ -262,18 +278,8 @@ def _dict_key(name: Any) -> Key:
     if isinstance(name, int) and not INT_MIN <= name <= INT_MAX:
         raise Unrecordable("cannot save an int key beyond 64 bits", "use it as a str key")
     if isinstance(name, str):
-        _check_name(name)
+        check_name(name)
     return Key("dict", name)
-
-
-def _check_name(name: str) -> None:
-    """Orbax and TensorStore hold names as UTF-8; the record limits their length."""
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:
-        raise Unrecordable("cannot save a str key with lone surrogates", "use a key that encodes to UTF-8") from None
-    if size > MAX_TEXT_NBYTES:
-        raise Unrecordable(f"cannot save a str key of more than {MAX_TEXT_NBYTES} bytes", "use a shorter key")
 
 
 def record_key(key: Any) -> Key:
@@ -283,7 +289,7 @@ def record_key(key: Any) -> Key:
     if isinstance(key, jax.tree_util.SequenceKey):
         return Key("index", key.idx)
     if isinstance(key, jax.tree_util.GetAttrKey):
-        _check_name(key.name)
+        check_name(key.name)
         return Key("attr", key.name)
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         return Key("index", key.key)

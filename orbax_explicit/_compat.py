@@ -51,15 +51,6 @@ def partition_spec(
     return jax.sharding.PartitionSpec(*partitions, **extra)
 
 
-def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
-    """The partitions of a spec, whether or not it has pending reductions.
-
-    `PartitionSpec.partitions` came with jax 0.10, where going through a spec that has pending reductions became an
-    error; before, it was the only way. The branch goes when that is the oldest supported release.
-    """
-    return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
-
-
 def unreduced_kind(spec: jax.sharding.PartitionSpec) -> ReductionKind | None:
     """The pending reduction of a spec; None where nothing is unreduced. Goes together with `partition_spec`'s branch."""
     if not spec.unreduced:

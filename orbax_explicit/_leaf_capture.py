@@ -33,6 +33,8 @@ from orbax_explicit._records import (
     ValueRecord,
     ValueType,
 )
+from orbax_explicit._targets import dtype_kind
+from orbax_explicit._wire_schema import MAX_TEXT_NBYTES
 
 _NUMERIC_DTYPES = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -68,6 +70,20 @@ class Unrecordable(Exception):
         super().__init__(reason)
         self.reason = reason
         self.fix = fix
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that Orbax and TensorStore could not hold, which is UTF-8, or the record, which limits its length.
+
+    Raises:
+        Unrecordable: It is one.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise Unrecordable("cannot save a name with lone surrogates", "use a name that encodes to UTF-8") from None
+    if size > MAX_TEXT_NBYTES:
+        raise Unrecordable(f"cannot save a name of more than {MAX_TEXT_NBYTES} bytes", "use a shorter name")
 
 
 class LeafRecorder:
@@ -136,6 +152,7 @@ class LeafRecorder:
         key = (value.shape, value.dtype, save_dtype, id(sharding), committed)
         if key not in self._arrays:
             prng = record_prng(value)
+            _check_save_cast("a PRNG key" if prng else "", value.dtype, save_dtype)
             dtype = _storable_dtype("uint32" if prng else save_dtype or value.dtype)
             if prng is not None:
                 dtype = jax.random.key_data(value).dtype.name
@@ -190,6 +207,8 @@ def _record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:
     names = tuple(mesh.axis_names)
     if not all(isinstance(name, str) for name in names):
         raise Unrecordable(f"cannot record mesh axis names that are not str: {names}", "name the mesh axes by str")
+    for name in names:
+        check_name(name)
     types = tuple(_axis_type(kind) for kind in mesh.axis_types)
     if isinstance(mesh, AbstractMesh):
         return MeshRecord(axis_names=names, axis_sizes=tuple(mesh.axis_sizes), axis_types=types)
@@ -208,15 +227,16 @@ def _axis_type(kind: Any) -> AxisType:
 
 
 def _record_spec(spec: PartitionSpec) -> SpecRecord:
-    partitions = _compat.partitions(spec)
     names = (*spec.unreduced, *spec.reduced)
-    for partition in partitions:
+    for partition in spec.partitions:
         names += partition if isinstance(partition, tuple) else (partition,)
     odd = [n for n in names if not (n is None or isinstance(n, str) or n is PartitionSpec.UNCONSTRAINED)]
     if odd:
         raise Unrecordable(f"cannot record mesh axis names that are not str: {odd}", "name the mesh axes by str")
     return SpecRecord(
-        partitions=tuple(UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in partitions),
+        partitions=tuple(
+            UNCONSTRAINED if p is PartitionSpec.UNCONSTRAINED else cast(Partition, p) for p in spec.partitions
+        ),
         unreduced=tuple(sorted(spec.unreduced)),
         reduced=tuple(sorted(spec.reduced)),
         unreduced_kind=_compat.unreduced_kind(spec),
@@ -267,6 +287,8 @@ PYTHON_SCALARS: Mapping[type, ValueType] = {int: "int", float: "float", bool: "b
 
 def _value(value: Any, save_dtype: Any) -> ValueRecord:
     cls = type(value)
+    is_array = cls is np.ndarray
+    _check_save_cast("" if is_array else f"{cls.__name__}", value.dtype if is_array else None, save_dtype)
     if cls in PYTHON_SCALARS:
         dtype = np.asarray(value).dtype
         if dtype.hasobject:
@@ -289,3 +311,16 @@ def _value(value: Any, save_dtype: Any) -> ValueRecord:
             f"cannot save a {cls.__name__}, a subclass of numpy.ndarray", "save its parts as plain arrays"
         )
     raise Unrecordable(f"cannot save a leaf of type {cls.__module__}.{cls.__qualname__}", f"allowed: {ALLOWED_LEAVES}")
+
+
+def _check_save_cast(what: str, dtype: Any, save_dtype: Any) -> None:
+    """Refuses `SaveArgs(dtype=)` where it would change more than precision."""
+    if save_dtype is None:
+        return
+    if what:
+        raise Unrecordable(f"cannot store {what} in another dtype", "give this leaf SaveArgs without a dtype")
+    if dtype_kind(np.dtype(dtype).name) != dtype_kind(np.dtype(save_dtype).name):
+        raise Unrecordable(
+            f"cannot store {np.dtype(dtype).name} in {np.dtype(save_dtype).name}",
+            "give this leaf SaveArgs with a dtype of its own kind, or without",
+        )

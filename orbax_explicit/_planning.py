@@ -50,6 +50,7 @@ from orbax_explicit._records import (
     NamedShardingRecord,
     ShardingRecord,
     SingleDeviceRecord,
+    SpecRecord,
     ValueRecord,
     path_names,
     path_text,
@@ -68,6 +69,7 @@ def plan_from_records(
     context: MeshRecord | None = None,
     strict: bool = True,
     has_fallback: bool = False,
+    x64: bool = True,
 ) -> RestorePlan:
     """Decides where every leaf of a restore lands.
 
@@ -80,11 +82,14 @@ def plan_from_records(
         context: The concrete mesh of `jax.set_mesh`.
         strict: Whether a target's shape must be the saved one; otherwise Orbax truncates or pads.
         has_fallback: Whether the caller gave a sharding for arrays whose recorded mesh does not fit.
+        x64: Whether a `jax.Array` can hold 64-bit numbers here.
 
     Returns:
         A plan with one outcome for every leaf that is not refused, and every problem there is.
     """
-    return _Planner(manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, has_fallback).plan()
+    return _Planner(
+        manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, has_fallback, x64
+    ).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class _Planner:
         context: MeshRecord | None,
         strict: bool,
         has_fallback: bool,
+        x64: bool,
     ) -> None:
         self.manifest = manifest
         self.targets = targets
@@ -114,6 +120,7 @@ class _Planner:
         self.policy = policy
         self.strict = strict
         self.has_fallback = has_fallback
+        self.x64 = x64
         self.problems: dict[Problem, list[str]] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
@@ -198,11 +205,16 @@ class _Planner:
         decision = None
         try:
             decision = self._decide(recorded, target)
-            if isinstance(decision.placement, OnMesh):
-                shape = recorded.shape
-                if target is not None and target.shape is not None and not self.strict:
-                    shape = target.shape
-                _check_spec(shape, decision.placement)
+            shape = recorded.shape
+            if target is not None and target.shape is not None and not self.strict:
+                shape = target.shape
+            placement = decision.placement
+            if isinstance(placement, OnMesh):
+                _check_spec(shape, placement.mesh.mesh, placement.spec, asked=placement.mesh.recorded is None)
+            elif isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
+                _check_spec(shape, placement.sharding.mesh, placement.sharding.spec, asked=True)
+            if not isinstance(placement, OnHost):
+                self._check_x64(fitted.dtype or recorded.dtype)
         except Refused as refused:
             problems.append(refused.problem)
         for problem in problems:
@@ -218,6 +230,15 @@ class _Planner:
             dtype=fitted.dtype,
             notes=decision.notes,
         )
+
+    def _check_x64(self, dtype: str) -> None:
+        if not self.x64 and dtype in _X64_DTYPES:
+            raise Refused(
+                Problem(
+                    could_not=f"cannot hold {dtype} in a jax.Array while jax_enable_x64 is off",
+                    fix="switch jax_enable_x64 on, or restore into a target of 32 bits",
+                )
+            )
 
     # Which sharding.
 
@@ -273,7 +294,10 @@ class _Planner:
                 raise
         kind, notes = self._memory_kind(recorded.memory_kind)
         if not committed:
-            return _Decision("uncommitted", Uncommitted(memory_kind=kind), notes)
+            default = self.present.default_memory_kind
+            if kind != default:
+                notes = (*notes, f"an uncommitted array is in the default memory: {default}, not {kind}")
+            return _Decision("uncommitted", Uncommitted(memory_kind=default), notes)
         assert isinstance(recorded, SingleDeviceRecord)
         if self.present.process_count > 1:
             # Committed to a device of one process it would be out of reach of the others, and committed to one of each
@@ -348,10 +372,19 @@ class _Planner:
         )
 
 
-def _check_spec(shape: tuple[int, ...], placement: OnMesh) -> None:
+_X64_DTYPES = frozenset({"int64", "uint64", "float64", "complex128"})
+
+
+def _check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, asked: bool) -> None:
     """Refuses what JAX would not place: a spec that does not fit the shape, or the axis types of its mesh."""
-    mesh, spec = placement.mesh.mesh, placement.spec
     types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=True))
+    if asked and "manual" in types.values():
+        raise Refused(
+            Problem(
+                could_not=f"cannot place an array on {mesh}: manual axes exist within jax.shard_map alone",
+                fix="give the target a mesh with explicit or auto axes",
+            )
+        )
     if spec.unreduced:
         raise Refused(
             Problem(

@@ -33,7 +33,7 @@ class RestorePolicy:
         memory_kind: `"recorded"`, which falls back to the platform's default kind where the platform lacks the
             recorded one (the plan says so), or the name of a kind for every array.
         cast: Where a target's dtype differs from the saved one: `"same_kind"` casts within a kind (float to
-            float, signed to signed, ...), `"never"` refuses, `"unsafe"` casts whatever NumPy can.
+            float, signed to wider signed, ...), `"never"` refuses, `"unsafe"` casts whatever NumPy can.
 
     Raises:
         ValueError: A choice is none of those above.

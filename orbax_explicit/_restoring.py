@@ -76,6 +76,7 @@ def _make_plan(
         context=record_mesh(present.context) if present.context is not None else None,
         strict=strict,
         has_fallback=has_fallback,
+        x64=present.x64,
     )
     if target is not None:
         return plan

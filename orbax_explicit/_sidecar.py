@@ -19,6 +19,9 @@ from orbax_explicit._stock_sharding import render_sharding_file
 
 FILE_NAME = "explicit_sharding.msgpack"
 
+_MARK = f'"{FILE_NAME}"'.encode()
+"""A member of `_sharding` that no array can have, for the name of one is base64; stock looks up the names it knows."""
+
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -70,12 +73,25 @@ def read_array_records(directory: epath.Path) -> Manifest:
                         problem,
                         could_not=f"cannot read {file}: {problem.could_not}",
                         fix=problem.fix
-                        or "restore the file from a copy, or read the arrays with stock Orbax, which needs it not",
+                        or "restore the file from a copy, or read the arrays with stock Orbax, which does not need it",
                     )
                     for problem in error.problems
                 )
             ) from error
+    if _is_marked(directory):
+        raise FormatError(
+            Problem(
+                could_not=f"cannot find {file}, which was written with this checkpoint",
+                fix="restore the file from a copy, or read the arrays with stock Orbax, which does not need it",
+            )
+        )
     return _stock.read_stock_manifest(directory)
+
+
+def _is_marked(directory: epath.Path) -> bool:
+    """Whether stock's `_sharding` says that there is a record beside it, so that a lost one does not go unnoticed."""
+    file = directory / _stock.SHARDING_FILE
+    return file.exists() and _MARK in file.read_bytes()
 
 
 def write_records(directory: epath.Path, manifest: Manifest) -> None:
@@ -91,7 +107,8 @@ def write_records(directory: epath.Path, manifest: Manifest) -> None:
     (directory / FILE_NAME).write_bytes(_wire.encode(manifest))
     arrays = {storage_name(path): array for path, array in manifest.arrays.items()}
     if arrays:
-        (directory / _stock.SHARDING_FILE).write_bytes(render_sharding_file(arrays, manifest.inventory))
+        sharding = render_sharding_file(arrays, manifest.inventory, {FILE_NAME: ""})
+        (directory / _stock.SHARDING_FILE).write_bytes(sharding)
 
 
 def find_item(path: str | PathLike[str]) -> epath.Path:
@@ -99,13 +116,14 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
     directory = epath.Path(path)
     if not directory.exists():
         raise FileNotFoundError(f"there is no checkpoint at {directory}")
-    if _UNFINISHED in directory.name:
+    if any(_UNFINISHED in name for name in (directory.name, directory.parent.name)):
         raise CheckpointLayoutError(
             Problem(could_not=f"cannot read {directory}: its save was not finished", fix="read another step")
         )
     if _is_item(directory):
         return directory
     children = sorted(directory.iterdir()) if directory.is_dir() else []
+    children = [child for child in children if _UNFINISHED not in child.name]
     items = [child for child in children if child.is_dir() and _is_item(child)]
     if len(items) == 1:
         return items[0]

@@ -83,7 +83,9 @@ def parse_sharding_file(
     return shardings, reasons
 
 
-def render_sharding_file(arrays: Mapping[str, ArrayRecord], inventory: Inventory) -> bytes:
+def render_sharding_file(
+    arrays: Mapping[str, ArrayRecord], inventory: Inventory, more: Mapping[str, str] | None = None
+) -> bytes:
     """The bytes of the `_sharding` file that stock Orbax would write for these arrays.
 
     Every array gets an entry, because one missing entry fails a whole stock restore. What stock's form lacks is
@@ -99,6 +101,7 @@ def render_sharding_file(arrays: Mapping[str, ArrayRecord], inventory: Inventory
     Args:
         arrays: Storage name -> the array, with its sharding.
         inventory: The devices of the run that saves.
+        more: Members to add, of which stock takes no notice: their names are no base64.
 
     Raises:
         SaveRefusedError: Arrays have no sharding, or one without devices.
@@ -115,7 +118,7 @@ def render_sharding_file(arrays: Mapping[str, ArrayRecord], inventory: Inventory
             )
         )
     renderer = _Renderer(inventory)
-    entries = {_entry_key(name): renderer.render(array) for name, array in arrays.items()}
+    entries = {_entry_key(name): renderer.render(array) for name, array in arrays.items()} | dict(more or {})
     # TensorStore writes an object's members sorted and without spaces.
     return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
 

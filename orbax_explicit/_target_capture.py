@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from orbax_explicit._capture import problems_of, record_key
-from orbax_explicit._errors import RestoreRefusedError
+from orbax_explicit._errors import Problem, RestoreRefusedError
 from orbax_explicit._leaf_capture import PYTHON_SCALARS, LeafRecorder, Unrecordable
 from orbax_explicit._records import (
     Key,
@@ -64,6 +64,11 @@ def record_target(target: PyTree, prng_impls: Iterable[str] = ()) -> CapturedTar
             records[path] = _target_record(leaf, recorder, impls)
         except Unrecordable as why:
             refused.setdefault((why.reason, why.fix), []).append(path_text(path))
+    if len(leaves) < len(flat):
+        problem = Problem(
+            could_not="cannot restore into a node that gives two children one key", fix="register it with distinct keys"
+        )
+        raise RestoreRefusedError(problem)
     if refused:
         raise RestoreRefusedError(*problems_of(refused, of=len(leaves)))
     return CapturedTarget(records=records, leaves=leaves, treedef=treedef)
@@ -85,8 +90,13 @@ def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) 
         return TargetRecord(value_type=PYTHON_SCALARS[type(leaf)])
     if isinstance(leaf, str | bytes):
         return TargetRecord(value_type="str" if isinstance(leaf, str) else "bytes")
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _is_orbax_metadata(leaf):
+    if _is_orbax_metadata(leaf):
         return TargetRecord()
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise Unrecordable(
+            f"cannot restore into a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}",
+            "use arrays, jax.ShapeDtypeStruct, NumPy or Python values",
+        )
     shape = tuple(leaf.shape)
     if isinstance(leaf, np.ndarray | np.generic):
         value_type: ValueType = "np.ndarray" if isinstance(leaf, np.ndarray) else "np.generic"

@@ -18,6 +18,7 @@ from orbax_explicit._records import (
     ShardingRecord,
     ValueRecord,
     ValueType,
+    dtype_itemsize,
 )
 
 
@@ -110,7 +111,7 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
     problems = [shape_problem] if shape_problem is not None and strict else []
     if saved_impl is not None or target.dtype in (None, recorded.dtype):
         return Fit(problems=tuple(problems))
-    if cast == "never" or (cast == "same_kind" and dtype_kind(str(target.dtype)) != dtype_kind(recorded.dtype)):
+    if cast == "never" or (cast == "same_kind" and not _is_harmless(recorded.dtype, str(target.dtype))):
         problems.append(
             Problem(
                 could_not=f"cannot cast {recorded.dtype} to {target.dtype} under cast={cast!r}",
@@ -130,8 +131,16 @@ _PYTHON_KINDS: Mapping[ValueType | None, frozenset[str]] = {
 }
 
 
+def _is_harmless(saved: str, wanted: str) -> bool:
+    """Whether a cast changes no more than the precision: within a kind, and of integers to one that holds them all."""
+    kind = dtype_kind(saved)
+    if kind != dtype_kind(wanted):
+        return False
+    return kind not in ("int", "uint") or dtype_itemsize(wanted) >= dtype_itemsize(saved)
+
+
 def dtype_kind(dtype: str) -> str:
-    """`"float"` of `"bfloat16"`, `"uint"` of `"uint8"`: the dtypes between which a cast is harmless."""
+    """`"float"` of `"bfloat16"`, `"uint"` of `"uint8"`."""
     for kind in ("float", "complex", "uint", "int"):
         if dtype.startswith((kind, f"b{kind}")):
             return kind

@@ -66,7 +66,7 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
         }
         super().__init__(
             handler or ExplicitCheckpointHandler(multiprocessing_options=multiprocessing_options, **kwargs),
-            # What is left out takes Orbax's default; not every release knows every one of them.
+            # What is left out takes Orbax's default.
             **{name: value for name, value in options.items() if value is not None},
         )
 
@@ -94,7 +94,11 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
         Raises:
             SaveRefusedError: Leaves could not come back as they are. No array has been written.
         """
-        super().save(directory, args=ExplicitSave(state, save_args), force=force, custom_metadata=custom_metadata)
+        args = ExplicitSave(state, save_args)
+        if force and isinstance(self.handler, ExplicitCheckpointHandler):
+            # Orbax removes what is there before the handler could refuse.
+            self.handler.check(args)
+        super().save(directory, args=args, force=force, custom_metadata=custom_metadata)
 
     def restore(
         self,

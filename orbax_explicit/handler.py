@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -27,7 +28,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Futur
 from orbax_explicit import _compat
 from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
 from orbax_explicit._binding import read_present
-from orbax_explicit._capture import CapturedTree, record_path, record_tree
+from orbax_explicit._capture import CapturedTree, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._errors import FormatError, Problem, SaveRefusedError
 from orbax_explicit._plan import AsTarget, OnHost, Outcome
@@ -96,13 +97,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         Raises:
             SaveRefusedError: Leaves could not come back as they are. No array has been written.
         """
-        save_args = _leaf_save_args(args.save_args)
         try:
-            captured = record_tree(
-                args.item,
-                {path: arg.dtype for path, arg in save_args.items() if arg.dtype is not None},
-                in_directories=not self._use_ocdbt,
-            )
+            captured, save_args = self._capture(args)
         except SaveRefusedError:
             await_directories()
             raise
@@ -111,7 +107,9 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             directory,
             args=ocp.args.PyTreeSave(
                 item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
-                save_args=storage_tree(captured.manifest.tree, lambda path: save_args.get(path) or ocp.SaveArgs()),
+                save_args=storage_tree(
+                    captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
+                ),
                 custom_metadata=args.custom_metadata,
             ),
         )
@@ -120,6 +118,37 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             write = asyncio.to_thread(write_records, directory, captured.manifest)
             commits.append(CommitFutureAwaitingContractedSignals(write, name="explicit_sharding"))
         return commits
+
+    def check(self, args: ExplicitSave | ocp.args.StandardSave) -> None:
+        """Refuses what a save would refuse, and does nothing else. A checkpointer's `force=True` removes first.
+
+        Args:
+            args: The arguments of the save.
+
+        Raises:
+            SaveRefusedError: Leaves could not come back as they are.
+        """
+        self._capture(args)
+
+    def _capture(
+        self, args: ExplicitSave | ocp.args.StandardSave
+    ) -> tuple[CapturedTree, Mapping[tuple[str, ...], ocp.SaveArgs]]:
+        save_args = _leaf_save_args(args.save_args)
+        captured = record_tree(
+            args.item,
+            {names: arg.dtype for names, arg in save_args.items() if arg.dtype is not None},
+            in_directories=not self._use_ocdbt,
+        )
+        known = {path_names(path) for path in captured.values}
+        if unknown := [".".join(names) or "the whole tree" for names in save_args if names not in known]:
+            raise SaveRefusedError(
+                Problem(
+                    could_not="cannot follow save_args that belong to no leaf",
+                    present=", ".join(unknown),
+                    fix="give save_args the structure of the tree",
+                )
+            )
+        return captured, save_args
 
     def save(self, directory: epath.Path, args: ExplicitSave | ocp.args.StandardSave) -> None:
         """Saves, and returns when everything is written.
@@ -180,10 +209,10 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         stored = self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args))
         flat, _ = jax.tree_util.tree_flatten_with_path(stored)
         by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
-        values = {o.path: _finished(by_name[path_names(o.source)], o) for o in bound.plan.outcomes}
+        read = {outcome.path: by_name[path_names(outcome.source)] for outcome in bound.plan.outcomes}
         if args.strict:
-            _check_against_record(values, bound.plan.outcomes)
-        return values
+            _check_against_record(read, bound.plan.outcomes)
+        return {outcome.path: _finished(read[outcome.path], outcome) for outcome in bound.plan.outcomes}
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
@@ -253,14 +282,36 @@ def _type_handlers(policy: RestorePolicy | None, primary_host: int | None) -> oc
     )
 
 
-def _leaf_save_args(save_args: PyTree | None) -> Mapping[LeafPath, ocp.SaveArgs]:
+def _leaf_save_args(save_args: PyTree | None) -> Mapping[tuple[str, ...], ocp.SaveArgs]:
+    """The arguments of each leaf that has any, by the text of its keys.
+
+    Raises:
+        SaveRefusedError: Something else than `ocp.SaveArgs` and None is among them.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
-    found = {record_path(keypath): arg for keypath, arg in flat if isinstance(arg, ocp.SaveArgs)}
+    if odd := [jax.tree_util.keystr(keypath) for keypath, arg in flat if not isinstance(arg, ocp.SaveArgs)]:
+        raise SaveRefusedError(
+            Problem(
+                could_not="cannot follow save_args that are no ocp.SaveArgs",
+                present=", ".join(odd),
+                fix="use ocp.SaveArgs, or None for the defaults",
+            )
+        )
     # Orbax asks the dtype for its itemsize, which a scalar type such as jnp.bfloat16 does not have.
     return {
-        path: arg if arg.dtype is None else dataclasses.replace(arg, dtype=np.dtype(arg.dtype))
-        for path, arg in found.items()
+        ocp.tree.str_keypath(keypath): arg if arg.dtype is None else dataclasses.replace(arg, dtype=_dtype(arg.dtype))
+        for keypath, arg in flat
     }
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        known: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise SaveRefusedError(
+            Problem(could_not=f"cannot store dtype {dtype!r}", fix="name a dtype that NumPy knows")
+        ) from error
+    return known
 
 
 def _storable(captured: CapturedTree, path: LeafPath) -> Any:
@@ -272,9 +323,13 @@ def _storable(captured: CapturedTree, path: LeafPath) -> Any:
     value = captured.values[path]
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    if isinstance(value, complex) or (isinstance(value, np.generic) and value.dtype.kind not in "iuf"):
+    if isinstance(value, complex) or (isinstance(value, np.generic) and not _is_plain_number(value)):
         return np.asarray(value)
     return value
+
+
+def _is_plain_number(value: np.generic) -> bool:
+    return value.dtype.isbuiltin == 1 and value.dtype.kind in "iuf"
 
 
 def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> ocp.RestoreArgs:
@@ -288,6 +343,8 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
     shape = None
     if bound.target is not None and not args.strict:
         shape = bound.target.records[outcome.path].shape
+        if shape is not None and isinstance(outcome.recorded, ArrayRecord) and outcome.recorded.prng is not None:
+            shape += outcome.recorded.prng.key_shape
     if bound.target is not None and args.support_layout and isinstance(outcome.placement, AsTarget):
         sharding = getattr(bound.target.leaves[outcome.path], "format", None) or sharding
     return ocp.ArrayRestoreArgs(
@@ -324,16 +381,21 @@ async def _let_siblings_refuse() -> None:
         await asyncio.sleep(0)
 
 
-def _check_against_record(values: Mapping[LeafPath, Any], outcomes: Iterable[Outcome]) -> None:
+def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outcome]) -> None:
     """Refuses what was read where it is not what the record describes: one of them is damaged."""
     wrong = []
     for outcome in outcomes:
-        recorded = outcome.recorded
-        if not isinstance(recorded, ArrayRecord) or isinstance(outcome.placement, OnHost):
+        recorded, value = outcome.recorded, read[outcome.path]
+        if not isinstance(value, jax.Array | np.ndarray):
             continue
-        value = values[outcome.path]
-        dtype = recorded.dtype if recorded.prng is None else value.dtype.name
-        if (value.shape, value.dtype.name) != (recorded.shape, outcome.dtype or dtype):
+        dtype = outcome.dtype or recorded.dtype
+        is_keys = isinstance(recorded, ArrayRecord) and recorded.prng is not None
+        if is_keys and isinstance(value, jax.Array):
+            fits = value.shape == recorded.shape and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        else:
+            shape = recorded.stored_shape if isinstance(recorded, ArrayRecord) else recorded.shape
+            fits = (value.shape, value.dtype.name) == (shape, dtype) and value.dtype.isnative
+        if not fits:
             wrong.append(
                 Problem(
                     could_not=f"cannot restore {path_text(outcome.path)}: what is stored is {value.dtype}{value.shape}",
