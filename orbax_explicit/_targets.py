@@ -13,8 +13,6 @@ from orbax_explicit._policy import Cast
 from orbax_explicit._records import (
     ArrayRecord,
     LeafRecord,
-    MeshRecord,
-    NamedShardingRecord,
     ShardingRecord,
     ValueRecord,
     ValueType,
@@ -43,13 +41,6 @@ class TargetRecord:
     concrete: bool = False
     committed: bool | None = None
     value_type: ValueType | None = None
-
-    @property
-    def abstract_mesh(self) -> MeshRecord | None:
-        """The abstract mesh that it names, if it does."""
-        if self.concrete or not isinstance(self.sharding, NamedShardingRecord):
-            return None
-        return self.sharding.mesh
 
     @property
     def type_text(self) -> str:
