@@ -311,7 +311,9 @@ class TestPathOnS3:
     """A path that begins with `s3://`; a file system in memory stands for the service."""
 
     @pytest.fixture(autouse=True)
-    def service(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def service(self, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+        # Stock makes directories below the working one before it refuses.
+        monkeypatch.chdir(tmp_path)
         # Without it, nothing but `import s3fs` would be tested.
         monkeypatch.setitem(file_systems, "s3", MemoryFileSystem)
         monkeypatch.setattr(MemoryFileSystem, "store", {})
