@@ -31,6 +31,7 @@ from orbax_explicit._records import (
     path_text,
     storage_name,
 )
+from orbax_explicit._sidecar import FILE_NAME
 from orbax_explicit._wire_schema import INT_MAX, INT_MIN
 
 PyTree: TypeAlias = Any
@@ -119,7 +120,7 @@ def _make_manifest(tree: Tree, scope: Scope) -> Manifest:
 _RESERVED_FILES = frozenset(
     {
         *("_METADATA", "_sharding", "_strings.json", "array_metadatas", "_CHECKPOINT_METADATA", "commit_success.txt"),
-        *("manifest.ocdbt", "d", "explicit_sharding.msgpack"),
+        *("manifest.ocdbt", "d", FILE_NAME),
     }
 )
 """What else lies in the directory of an item."""

@@ -250,7 +250,7 @@ class _Planner:
         if target is not None and target.value_type is not None:
             return _Decision("host", OnHost(type=target.value_type))
         if target is not None and (target.committed is False or self._stays_uncommitted(committed, target)):
-            return _Decision("target", Uncommitted(memory_kind=self.present.default_memory_kind))
+            return self._uncommitted("target", self.present.default_memory_kind)
         if target is not None and target.concrete:
             return _Decision("target", AsTarget(sharding=target.sharding))
         key = (id(sharding), id(target.sharding) if target is not None else 0, committed)
@@ -294,16 +294,13 @@ class _Planner:
                 raise
         kind, notes = self._memory_kind(recorded.memory_kind)
         if not committed:
-            default = self.present.default_memory_kind
-            if kind != default:
-                notes = (*notes, f"an uncommitted array is in the default memory: {default}, not {kind}")
-            return _Decision("uncommitted", Uncommitted(memory_kind=default), notes)
+            return self._uncommitted("uncommitted", kind, notes)
         assert isinstance(recorded, SingleDeviceRecord)
         if self.present.process_count > 1:
             # Committed to a device of one process it would be out of reach of the others, and committed to one of each
             # it could not be saved again.
             notes = (*notes, "recorded on one device; each of several processes holds it, uncommitted")
-            return _Decision("one device", Uncommitted(memory_kind=kind), notes)
+            return self._uncommitted("one device", kind, notes)
         here = recorded.device_id in self.present.device_ids and recorded.platform in (None, self.present.platform)
         if not here:
             notes = (*notes, f"{recorded} is not present; placed on the default device")
@@ -311,13 +308,20 @@ class _Planner:
             "one device", OnDevice(device_id=recorded.device_id if here else None, memory_kind=kind), notes
         )
 
+    def _uncommitted(self, rule: Rule, kind: str, notes: tuple[str, ...] = ()) -> _Decision:
+        """Uncommitted, which in JAX is always in the default memory, whatever kind was recorded or asked for."""
+        default = self.present.default_memory_kind
+        if kind != default:
+            notes = (*notes, f"an uncommitted array is in the default memory: {default}, not {kind}")
+        return _Decision(rule, Uncommitted(memory_kind=default), notes)
+
     def _unrecorded(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
             as_array = target is not None and target.dtype is not None
             return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
         if recorded.prng is not None:
             note = "no sharding was recorded; the keys are uncommitted"
-            return _Decision("uncommitted", Uncommitted(memory_kind=self.present.default_memory_kind), (note,))
+            return self._uncommitted("uncommitted", self.present.default_memory_kind, (note,))
         return _Decision("host", OnHost(type="np.ndarray"), ("no sharding was recorded; restored to the host",))
 
     def _on_abstract_target(self, target: NamedShardingRecord, recorded: ShardingRecord | None) -> _Decision:

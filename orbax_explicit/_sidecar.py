@@ -22,6 +22,8 @@ FILE_NAME = "explicit_sharding.msgpack"
 _MARK = f'"{FILE_NAME}"'.encode()
 """A member of `_sharding` that no array can have, for the name of one is base64; stock looks up the names it knows."""
 
+_LOST_FIX = "restore the file from a copy, or read the arrays with stock Orbax, which does not need it"
+
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -63,7 +65,12 @@ def read_array_records(directory: epath.Path) -> Manifest:
     if file.exists():
         nbytes = file.stat().length
         if nbytes > _wire.MAX_NBYTES:
-            raise FormatError(f"{file} holds {nbytes} bytes; no record takes more than {_wire.MAX_NBYTES}")
+            raise FormatError(
+                Problem(
+                    could_not=f"cannot read {file}: it holds {nbytes} bytes, and no record more than {_wire.MAX_NBYTES}",
+                    fix=_LOST_FIX,
+                )
+            )
         try:
             return _wire.decode(file.read_bytes())
         except FormatError as error:
@@ -72,8 +79,7 @@ def read_array_records(directory: epath.Path) -> Manifest:
                     dataclasses.replace(
                         problem,
                         could_not=f"cannot read {file}: {problem.could_not}",
-                        fix=problem.fix
-                        or "restore the file from a copy, or read the arrays with stock Orbax, which does not need it",
+                        fix=problem.fix or _LOST_FIX,
                     )
                     for problem in error.problems
                 )
@@ -82,7 +88,7 @@ def read_array_records(directory: epath.Path) -> Manifest:
         raise FormatError(
             Problem(
                 could_not=f"cannot find {file}, which was written with this checkpoint",
-                fix="restore the file from a copy, or read the arrays with stock Orbax, which does not need it",
+                fix=_LOST_FIX,
             )
         )
     return _stock.read_stock_manifest(directory)

@@ -33,7 +33,7 @@ from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._errors import FormatError, Problem, SaveRefusedError
 from orbax_explicit._plan import AsTarget, OnHost, Outcome
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, ValueRecord, path_names, path_text
+from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, path_names, path_text
 from orbax_explicit._restoring import BoundPlan, bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._whole_arrays import ExplicitNumpyHandler
@@ -109,7 +109,9 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
                 item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
                 save_args=storage_tree(
                     captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
-                ),
+                )
+                if save_args
+                else None,
                 custom_metadata=args.custom_metadata,
             ),
         )
@@ -139,7 +141,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             {names: arg.dtype for names, arg in save_args.items() if arg.dtype is not None},
             in_directories=not self._use_ocdbt,
         )
-        known = {path_names(path) for path in captured.values}
+        known = {path_names(path) for path in captured.values} if save_args else set()
         if unknown := [".".join(names) or "the whole tree" for names in save_args if names not in known]:
             raise SaveRefusedError(
                 Problem(
@@ -336,10 +338,10 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
     """How Orbax is to read one leaf."""
     dtype = np.dtype(outcome.dtype) if outcome.dtype is not None else None
     sharding: Any = bound.shardings[outcome.path]
-    if sharding is None:
-        if isinstance(outcome.recorded, ValueRecord) and outcome.recorded.type not in ("np.ndarray", "bytes"):
-            return ocp.RestoreArgs()
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    if isinstance(outcome.placement, OnHost):
+        # Numbers are stored alike, be they arrays or not: as an array each is cast, and compared with its record.
+        is_text = outcome.placement.type == "str"
+        return ocp.RestoreArgs() if is_text else ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     shape = None
     if bound.target is not None and not args.strict:
         shape = bound.target.records[outcome.path].shape
@@ -358,17 +360,14 @@ def _finished(stored: Any, outcome: Outcome) -> Any:
     if not isinstance(placement, OnHost):
         return stored
     match placement.type:
-        case "np.ndarray":
-            array = np.asarray(stored, dtype=outcome.recorded.dtype or None)
-            return array.astype(outcome.dtype) if outcome.dtype is not None else array
-        case "np.generic":
-            return np.dtype(outcome.dtype or outcome.recorded.dtype).type(_item(stored))
-        case "bytes":
-            return np.asarray(stored).tobytes()
-        case "str":
+        case "np.ndarray" | "str":
             return stored
+        case "np.generic":
+            return stored[()]
+        case "bytes":
+            return stored.tobytes()
         case "int" | "float" | "bool" | "complex" as name:
-            return {"int": int, "float": float, "bool": bool, "complex": complex}[name](_item(stored))
+            return {"int": int, "float": float, "bool": bool, "complex": complex}[name](stored.item())
 
 
 async def _let_siblings_refuse() -> None:
@@ -406,10 +405,6 @@ def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outco
             )
     if wrong:
         raise FormatError(*wrong)
-
-
-def _item(stored: Any) -> Any:
-    return stored.item() if isinstance(stored, np.ndarray) else stored
 
 
 def _run(coroutine: Coroutine[Any, Any, None]) -> None:

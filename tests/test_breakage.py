@@ -168,3 +168,22 @@ def test_a_concrete_target_that_does_not_divide_is_refused_in_the_plan(tmp_path,
     target = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32, sharding=NamedSharding(mesh, P("m")))}
     with pytest.raises(oxe.RestoreRefusedError, match=r"cannot split dimension 0 of \(6, 8\) into 4 shards"):
         checkpointer.restore(path, target)
+
+
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [
+        pytest.param(1 + 2j, np.zeros((), np.complex64), id="a complex number"),
+        pytest.param(jnp.bfloat16.dtype.type(1.5), np.zeros((), np.float32), id="a scalar of ml_dtypes"),
+        pytest.param(np.float32(1.5), np.float64(0), id="a NumPy scalar"),
+        pytest.param(2.5, np.zeros((), np.float32), id="a float"),
+        pytest.param(3, np.zeros((), np.int64), id="an int into its own dtype"),
+    ],
+)
+def test_a_host_scalar_is_cast_to_what_its_target_asks_for(tmp_path, checkpointer, value, target):
+    """Not called damaged for it, however Orbax keeps it."""
+    path = saved(checkpointer, tmp_path / "a", {"n": value})
+    restored = checkpointer.restore(path, {"n": target})["n"]
+    assert type(restored) is type(target)
+    assert restored.dtype == target.dtype
+    assert restored == value
