@@ -59,7 +59,7 @@ _OCDBT_MANIFEST = "manifest.ocdbt"
 _MAX_ZARR_METADATA_BYTES = 1 << 20
 _CACHE_BYTES = 64 << 20
 
-# What TensorStore raises, and what a read of the store came to.
+# What TensorStore raises (`NotImplementedError` is its status UNIMPLEMENTED), and what a read of the store came to.
 _STORE_ERRORS = (ValueError, OSError, NotImplementedError)
 _Read: TypeAlias = "bytes | Exception | None"
 
