@@ -22,19 +22,22 @@ from orbax_explicit._capture import record_inventory
 from orbax_explicit._errors import MeshMismatchError, Problem
 from orbax_explicit._leaf_capture import partition_spec_of, record_mesh
 from orbax_explicit._mesh_planning import same_axes
-from orbax_explicit._plan import (
+from orbax_explicit._outcomes import (
     AsFallback,
     AsTarget,
+    Kept,
+    NotPlaced,
     OnDevice,
     OnHost,
     OnMesh,
     Outcome,
     PlannedMesh,
-    RestorePlan,
     Uncommitted,
 )
+from orbax_explicit._plan import RestorePlan
 from orbax_explicit._records import AxisType, Inventory, LeafPath, MeshRecord, plural
 from orbax_explicit._target_capture import CapturedTarget
+from orbax_explicit._topology import first_devices
 
 
 class UncommittedSharding(SingleDeviceSharding):
@@ -62,6 +65,15 @@ class Present:
     context: Mesh | None
     default_device: jax.Device
     x64: bool
+
+    @property
+    def default_device_ids(self) -> tuple[int, ...]:
+        """`jax.Device.id` of the default device of each process; of other processes their first device is assumed."""
+        first: dict[int, int] = {}
+        for device in self.devices:
+            first.setdefault(device.process_index, device.id)
+        first[self.default_device.process_index] = self.default_device.id
+        return tuple(first.values())
 
     def device(self, device_id: int | None) -> jax.Device:
         """The device with this id; of None the default one."""
@@ -113,7 +125,7 @@ def bind_plan(
 
     Returns:
         The sharding of each leaf by its path: an `UncommittedSharding` for an uncommitted array, None for a value on
-        the host.
+        the host and for one that the target keeps.
     """
     binder = _Binder(present, mesh, target, fallback)
     return {outcome.path: binder.sharding(outcome) for outcome in plan.outcomes}
@@ -137,7 +149,7 @@ class _Binder:
     def sharding(self, outcome: Outcome) -> Sharding | None:
         placement = outcome.placement
         match placement:
-            case OnHost():
+            case OnHost() | Kept() | NotPlaced():
                 return None
             case AsTarget():
                 assert self.target is not None
@@ -170,7 +182,7 @@ class _Binder:
             assert self.present.context is not None
             return self.present.context
         if planned.source == "new":
-            return _make_mesh(planned.mesh, self.present.devices)
+            return _make_mesh(planned.mesh, [self.by_id[i] for i in planned.device_ids])
         ids = planned.mesh.device_ids
         assert ids is not None
         if planned.source == "target":
@@ -218,7 +230,8 @@ def resolve_mesh(abstract_mesh: AbstractMesh, devices: Sequence[jax.Device] | No
                 about="mesh",
             )
         )
-    if wanted.size > len(present.devices):
+    chosen = first_devices(present.inventory, wanted.size) if wanted.size <= len(present.devices) else None
+    if chosen is None:
         raise MeshMismatchError(
             Problem(
                 could_not=f"cannot resolve mesh {wanted} on {plural(len(present.devices), 'device')}",
@@ -227,14 +240,13 @@ def resolve_mesh(abstract_mesh: AbstractMesh, devices: Sequence[jax.Device] | No
                 about="mesh",
             )
         )
-    return _make_mesh(wanted, present.devices)
+    by_id = {device.id: device for device in present.devices}
+    return _make_mesh(wanted, [by_id[i] for i in chosen])
 
 
 def _make_mesh(mesh: MeshRecord, devices: Sequence[jax.Device]) -> Mesh:
-    """A new mesh over the first devices, in the order that suits their interconnect."""
-    return jax.make_mesh(
-        mesh.axis_sizes, mesh.axis_names, axis_types=axis_types_of(mesh), devices=list(devices[: mesh.size])
-    )
+    """A new mesh over these devices, in the order that suits their interconnect."""
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types_of(mesh), devices=list(devices))
 
 
 def axis_types_of(mesh: MeshRecord) -> tuple[jax.sharding.AxisType, ...] | None:

@@ -1,19 +1,40 @@
 """Which mesh takes a spec: recorded, requested, passed and context meshes -> a `PlannedMesh`.
 
-The part of a plan that is about meshes; `_planning` decides leaf by leaf with its answers. Meshes are compared by
-axis names, sizes and types, never as objects; a mesh that contradicts what it is to stand for is refused, never
-picked silently.
+The part of a plan that is about meshes; `_planning` decides leaf by leaf with its answers, and `_topology` holds the rule
+by which a recorded mesh is resized. Meshes are compared by axis names, sizes and types, never as objects; a mesh that
+contradicts what it is to stand for is refused, never picked silently.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
+from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
-from orbax_explicit._plan import MeshSource, PlannedMesh
-from orbax_explicit._policy import RestorePolicy
-from orbax_explicit._records import AxisType, Inventory, Manifest, MeshRecord, NamedShardingRecord, plural
+from orbax_explicit._outcomes import MeshSource, PlannedMesh
+from orbax_explicit._policy import RestorePolicy, SpecRule
+from orbax_explicit._records import (
+    AxisType,
+    Inventory,
+    Manifest,
+    MeshRecord,
+    NamedShardingRecord,
+    Partition,
+    SpecRecord,
+    partition_axes,
+)
+from orbax_explicit._topology import (
+    Room,
+    first_devices,
+    is_shared_equally,
+    over_processes,
+    resized_together,
+    splits_by_mesh,
+)
 
 
 class Refused(Exception):
@@ -40,6 +61,7 @@ class MeshPlanner:
         mesh: MeshRecord | None,
         context: MeshRecord | None,
         target_meshes: Iterable[MeshRecord],
+        exact: bool,
     ) -> None:
         """Creates the planner.
 
@@ -50,16 +72,20 @@ class MeshPlanner:
             mesh: The concrete mesh that the caller passed.
             context: The concrete mesh of `jax.set_mesh`.
             target_meshes: The meshes, concrete and abstract, of the target's leaves.
+            exact: Whether a recorded mesh that does not fit is refused, rather than resized.
         """
+        self._manifest = manifest
         self._saved = manifest.inventory
-        self._recorded_meshes = manifest.meshes
         self._present = present
         self._policy = policy
         self._mesh = mesh
         self._context = context
         self._target_meshes = tuple(dict.fromkeys(target_meshes))
-        # By identity: hashing a mesh costs O(devices). The manifest and the target keep the keys alive.
+        self._exact = exact
+        # By identity: hashing a mesh costs O(devices). The manifest, the policy and the target keep the keys alive.
         self._answers: dict[tuple[str, int, int], PlannedMesh | Problem] = {}
+        self._as_wanted: dict[int, MeshRecord] = {}
+        self._renamed_specs: dict[int, SpecRecord] = {}
 
     def for_target(self, wanted: MeshRecord, recorded: MeshRecord | None) -> PlannedMesh:
         """The concrete mesh for the abstract mesh of a target's leaf.
@@ -81,6 +107,29 @@ class MeshPlanner:
         """
         return self._once(("recorded", id(recorded), 0), lambda: self._for_recorded(recorded))
 
+    def for_rule(self, rule: SpecRule) -> PlannedMesh:
+        """The mesh that takes a spec by name: the one at hand, else the only one of the target or of the checkpoint.
+
+        Raises:
+            Refused: There is none, or more than one, or it lacks axes of the spec.
+        """
+        return self._once(("rule", id(rule), 0), lambda: self._for_rule(rule))
+
+    def renamed(self, spec: SpecRecord) -> SpecRecord:
+        """A recorded spec with the names that the policy gives its axes."""
+        renames = self._policy.rename_axes
+        if not renames:
+            return spec
+        if id(spec) not in self._renamed_specs:
+            self._renamed_specs[id(spec)] = dataclasses.replace(
+                spec,
+                partitions=tuple(_renamed_partition(p, renames) for p in spec.partitions),
+                unreduced=_renamed_names(spec.unreduced, renames),
+                reduced=_renamed_names(spec.reduced, renames),
+                unreduced_kind=spec.unreduced_kind if _renamed_names(spec.unreduced, renames) else None,
+            )
+        return self._renamed_specs[id(spec)]
+
     def _once(self, question: tuple[str, int, int], answer: Callable[[], PlannedMesh]) -> PlannedMesh:
         if question not in self._answers:
             try:
@@ -92,96 +141,60 @@ class MeshPlanner:
             raise Refused(found)
         return found
 
+    # A mesh that a target's leaf names.
+
     def _for_target(self, wanted: MeshRecord, recorded: MeshRecord | None) -> PlannedMesh:
         if self._mesh is not None:
             return self._agreeing(self._mesh, "given", "the mesh that was passed", wanted)
         if self._context is not None:
             return self._agreeing(self._context, "context", "the mesh of jax.set_mesh", wanted)
         own = () if recorded is None else (recorded,)
-        for candidate in (*own, *self._recorded_meshes):
-            if (candidate.axis_names, candidate.axis_sizes) == (wanted.axis_names, wanted.axis_sizes):
-                try:
-                    rebuilt = self._rebuilt(candidate)
-                except Refused:
-                    continue
-                return PlannedMesh(
-                    mesh=dataclasses.replace(rebuilt.mesh, axis_types=wanted.axis_types), source=rebuilt.source
-                )
+        for candidate in (*own, *self._manifest.meshes):
+            as_wanted = self._wanted(candidate)
+            if (as_wanted.axis_names, candidate.axis_sizes) == (wanted.axis_names, wanted.axis_sizes):
+                rebuilt = self._as_recorded(candidate)
+                if rebuilt is not None:
+                    mesh = dataclasses.replace(rebuilt.mesh, axis_types=wanted.axis_types)
+                    return dataclasses.replace(rebuilt, mesh=mesh, recorded=None)
         if wanted.size > self._present.device_count:
-            raise Refused(
-                Problem(
-                    could_not=f"cannot resolve the target's mesh {wanted} on {self._present}",
-                    present=str(self._present),
-                    fix=f"give the target a mesh of at most {plural(self._present.device_count, 'device')}",
-                    about="mesh",
-                )
-            )
-        return self._new(wanted)
+            raise Refused(_refusals.target_mesh_is_too_large(wanted, self._present))
+        devices = first_devices(self._present, wanted.size)
+        if devices is None:
+            raise Refused(_refusals.target_mesh_is_not_shared_equally(wanted, self._present))
+        return self._new(wanted, devices, None)
 
     def _agreeing(self, mesh: MeshRecord, source: MeshSource, name: str, wanted: MeshRecord) -> PlannedMesh:
         if same_axes(mesh, wanted):
-            return PlannedMesh(mesh=mesh, source=source)
-        raise Refused(
-            Problem(
-                could_not=f"cannot resolve the target's mesh {wanted} on {name} {mesh}",
-                present=f"{name} is {mesh}",
-                fix="make the two agree in axis names, sizes and types"
-                + ("" if source == "given" else ", pass mesh=, or restore outside jax.set_mesh"),
-                about="mesh",
-            )
-        )
+            return _at_hand(mesh, source)
+        raise Refused(_refusals.target_mesh_is_contradicted(wanted, mesh, name, is_context=source == "context"))
+
+    # A mesh that was recorded.
 
     def _for_recorded(self, recorded: NamedShardingRecord) -> PlannedMesh:
         mesh = recorded.mesh
+        wanted = self._wanted(mesh)
         if self._mesh is not None:
-            missing = sorted(recorded.spec.axes() - set(self._mesh.axis_names))
+            missing = sorted(self.renamed(recorded.spec).axes() - set(self._mesh.axis_names))
             if missing:
-                raise Refused(
-                    Problem(
-                        could_not=f"cannot place the recorded {recorded.spec}: the mesh that was passed lacks {missing}",
-                        recorded=str(mesh),
-                        present=str(self._mesh),
-                        fix="pass a mesh that has these axes, or a target with shardings",
-                        about="mesh",
-                    )
-                )
-            return PlannedMesh(mesh=self._mesh, source="given", recorded=mesh)
+                raise Refused(_refusals.mesh_lacks_axes(recorded.spec, missing, self._mesh, mesh))
+            return _at_hand(self._mesh, "given", mesh)
         if self._context is not None:
-            if not _has_axes(self._context, mesh, self._types(mesh)):
-                raise self._contradicted(mesh, self._context)
-            return PlannedMesh(mesh=self._context, source="context", recorded=mesh)
+            if not self._has_axes(self._context, mesh):
+                raise Refused(_refusals.context_mesh_is_other(mesh, wanted, self._context))
+            return _at_hand(self._context, "context", mesh)
         own = self._of_target(mesh)
         if own is None:
             return self._rebuilt(mesh)
         if own.device_ids is not None:
-            return PlannedMesh(mesh=own, source="target", recorded=mesh)
+            return _at_hand(own, "target", mesh)
         return dataclasses.replace(self.for_target(own, mesh), recorded=mesh)
-
-    def _contradicted(self, mesh: MeshRecord, context: MeshRecord) -> Refused:
-        """A context mesh that lacks the axes of a recorded one, or types them otherwise than it is to be rebuilt."""
-        wanted = dataclasses.replace(mesh, axis_types=self._types(mesh))
-        what, retype = f"a recorded mesh {mesh}", ""
-        if wanted.axis_types != mesh.axis_types:
-            what += f", retyped {wanted} by the policy,"
-        elif set(mesh.axis_names) <= set(context.axis_names):
-            retype = ", axis_types= in the policy to retype the recorded axes"
-        return Refused(
-            Problem(
-                could_not=f"cannot place {what} on the mesh of jax.set_mesh {context}",
-                recorded=str(mesh),
-                present=str(context),
-                fix=f"pass mesh= to place the recorded specs on a mesh of your own{retype}, or restore outside "
-                "jax.set_mesh",
-                about="mesh",
-            )
-        )
 
     def _of_target(self, recorded: MeshRecord) -> MeshRecord | None:
         """The mesh of the target's other leaves that has the recorded axis names and types, if there is one.
 
         Of several, the one of the recorded sizes and devices; where that leaves a choice, none.
         """
-        fitting = [mesh for mesh in self._target_meshes if _has_axes(mesh, recorded, self._types(recorded))]
+        fitting = [mesh for mesh in self._target_meshes if self._has_axes(mesh, recorded)]
         same_sizes = [mesh for mesh in fitting if mesh.axis_sizes == recorded.axis_sizes]
         same_devices = [mesh for mesh in same_sizes if mesh.device_ids == recorded.device_ids]
         for candidates in (same_devices, same_sizes, fitting):
@@ -189,66 +202,150 @@ class MeshPlanner:
                 return candidates[0] if len(candidates) == 1 else None
         return None
 
+    def _has_axes(self, mesh: MeshRecord, recorded: MeshRecord) -> bool:
+        """Whether a mesh has the axis names of a recorded one, as the policy has them, with their types where known."""
+        wanted = self._wanted(recorded)
+        dropped = {old for old, new in self._policy.rename_axes.items() if new is None}
+        kept = [i for i, name in enumerate(recorded.axis_names) if name not in dropped]
+        if not {wanted.axis_names[i] for i in kept} <= set(mesh.axis_names):
+            return False
+        if wanted.axis_types is None or mesh.axis_types is None:
+            return True
+        have = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        return all(have[wanted.axis_names[i]] == wanted.axis_types[i] for i in kept)
+
+    def _wanted(self, mesh: MeshRecord) -> MeshRecord:
+        """A recorded mesh with the axis names and types that the policy gives it; untyped where neither says.
+
+        Raises:
+            Refused: Two axes would have one name.
+        """
+        if id(mesh) not in self._as_wanted:
+            names = tuple(self._policy.rename_axes.get(name) or name for name in mesh.axis_names)
+            if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+                raise Refused(_refusals.policy_gives_two_axes_one_name(mesh, twice))
+            types = mesh.axis_types
+            if self._policy.axis_types is not None:
+                types = self._policy.typed(mesh.axis_names, mesh.axis_types or _all_auto(mesh))
+            same = (names, types) == (mesh.axis_names, mesh.axis_types)
+            self._as_wanted[id(mesh)] = mesh if same else dataclasses.replace(mesh, axis_names=names, axis_types=types)
+        return self._as_wanted[id(mesh)]
+
+    # A mesh for a spec by name.
+
+    def _for_rule(self, rule: SpecRule) -> PlannedMesh:
+        planned = self._for_specs_by_name()
+        if planned is None:
+            raise Refused(_refusals.rule_has_no_mesh(rule, len(self._target_meshes or self._manifest.meshes)))
+        if missing := sorted(rule.spec.axes() - set(planned.mesh.axis_names)):
+            raise Refused(_refusals.rule_names_unknown_axes(rule, missing, planned.mesh))
+        return planned
+
+    def _for_specs_by_name(self) -> PlannedMesh | None:
+        if self._mesh is not None:
+            return _at_hand(self._mesh, "given")
+        if self._context is not None:
+            return _at_hand(self._context, "context")
+        if self._target_meshes:
+            own = self._target_meshes[0] if len(self._target_meshes) == 1 else None
+            if own is None:
+                return None
+            return _at_hand(own, "target") if own.device_ids is not None else self.for_target(own, None)
+        meshes = self._manifest.meshes
+        return self._rebuilt(meshes[0]) if len(meshes) == 1 else None
+
     # Rebuilding a recorded mesh on the present devices.
 
-    def _types(self, mesh: MeshRecord) -> tuple[AxisType, ...] | None:
-        """The axis types that a recorded mesh is rebuilt with; None where neither record nor policy says."""
-        if mesh.axis_types is None and self._policy.axis_types is None:
-            return None
-        return self._policy.typed(mesh.axis_names, mesh.axis_types or _all_auto(mesh))
-
     def _rebuilt(self, mesh: MeshRecord) -> PlannedMesh:
-        return self._once(("rebuilt", id(mesh), 0), lambda: self._rebuild(mesh))
+        return self._once(("rebuilt", id(mesh), 0), lambda: self._as_recorded(mesh) or self._adapted(mesh))
 
-    def _rebuild(self, mesh: MeshRecord) -> PlannedMesh:
-        typed = dataclasses.replace(mesh, axis_types=self._types(mesh) or _all_auto(mesh))
+    def _typed(self, mesh: MeshRecord) -> MeshRecord:
+        wanted = self._wanted(mesh)
+        return wanted if wanted.axis_types is not None else dataclasses.replace(wanted, axis_types=_all_auto(mesh))
+
+    def _as_recorded(self, mesh: MeshRecord) -> PlannedMesh | None:
+        """A recorded mesh in its recorded sizes, on as many devices as there were; None where there are more or fewer."""
+        typed = self._typed(mesh)
         ids = mesh.device_ids or ()
         same_platform = mesh.platform in (None, self._present.platform)
         same_count = self._saved is None or self._saved.device_count == self._present.device_count
         if ids and same_platform and same_count and set(self._present.device_ids).issuperset(ids):
             return self._placed(typed, ids, "recorded devices", mesh)
-        recorded_count = self._saved.device_count if self._saved is not None else self._devices_recorded()
-        if recorded_count == self._present.device_count:
-            if mesh.size == recorded_count:
-                return dataclasses.replace(self._new(typed), recorded=mesh)
-            if (positions := self._positions(mesh)) is not None:
-                ids = tuple(self._present.device_ids[i] for i in positions)
-                return self._placed(typed, ids, "recorded positions", mesh)
-        raise self._does_not_fit(mesh)
+        if self._recorded_count == self._present.device_count:
+            if mesh.size == self._recorded_count:
+                return self._arranged(typed, self._present.device_ids, mesh)
+            if (positions := self._at_positions(mesh)) is not None:
+                return self._placed(typed, positions, "recorded positions", mesh)
+        return None
 
-    def _does_not_fit(self, mesh: MeshRecord) -> Refused:
-        """The place of adapting a recorded mesh to a machine of another size, which is refused as yet."""
-        recorded = str(self._saved) if self._saved is not None else f"{plural(mesh.size, 'device')} in the mesh"
-        return Refused(
-            Problem(
-                could_not=f"cannot rebuild mesh {mesh} on {plural(self._present.device_count, 'device')}",
-                recorded=recorded,
-                present=str(self._present),
-                fix=f"pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices, "
-                "or a target with shardings",
-                about="mesh",
+    def _adapted(self, mesh: MeshRecord) -> PlannedMesh:
+        """A recorded mesh on more or fewer devices than there were, by the rule of `_topology`."""
+        if self._exact:
+            raise Refused(_refusals.mesh_does_not_fit(mesh, self._saved, self._present))
+        sizes = self._sizes[mesh]
+        if sizes is None:
+            raise Refused(
+                _refusals.mesh_cannot_be_resized(
+                    mesh, self._saved, self._present, self._policy.resize, Room.of(self._present)
+                )
             )
-        )
+        typed = self._typed(mesh)
+        if sizes == mesh.axis_sizes and (positions := self._at_positions(mesh)) is not None:
+            return self._placed(typed, positions, "recorded positions", mesh)
+        devices = first_devices(self._present, math.prod(sizes))
+        assert devices is not None, "the sizes fit"
+        return self._arranged(dataclasses.replace(typed, axis_sizes=sizes, device_ids=None), devices, mesh)
+
+    @functools.cached_property
+    def _sizes(self) -> Mapping[MeshRecord, tuple[int, ...] | None]:
+        """The sizes of each recorded mesh here; meshes that were on the same devices stay on as many."""
+        splits = splits_by_mesh(self._manifest.arrays.values())
+        together: dict[frozenset[int] | int, list[MeshRecord]] = {}
+        for i, mesh in enumerate(splits):
+            together.setdefault(i if mesh.device_ids is None else frozenset(mesh.device_ids), []).append(mesh)
+        sizes: dict[MeshRecord, tuple[int, ...] | None] = {}
+        for meshes in together.values():
+            group = [(mesh, splits[mesh], mesh.size == self._recorded_count) for mesh in meshes]
+            found = resized_together(group, Room.of(self._present), resize=self._policy.resize)
+            sizes.update(zip(meshes, found, strict=True))
+        return sizes
 
     def _placed(self, mesh: MeshRecord, ids: tuple[int, ...], source: MeshSource, recorded: MeshRecord) -> PlannedMesh:
         mesh = dataclasses.replace(mesh, device_ids=ids, platform=self._present.platform)
         return PlannedMesh(mesh=mesh, source=source, recorded=recorded)
 
-    def _new(self, mesh: MeshRecord) -> PlannedMesh:
+    def _arranged(self, mesh: MeshRecord, devices: tuple[int, ...], recorded: MeshRecord) -> PlannedMesh:
+        """A recorded mesh on other devices, its axes over processes as they were."""
+        ids = over_processes(recorded, self._saved, mesh.axis_sizes, devices, self._present)
+        if ids is not None:
+            return self._placed(mesh, ids, "recorded processes", recorded)
+        return self._new(mesh, devices, recorded)
+
+    def _new(self, mesh: MeshRecord, devices: tuple[int, ...], recorded: MeshRecord | None) -> PlannedMesh:
         mesh = dataclasses.replace(mesh, device_ids=None, platform=self._present.platform)
-        return PlannedMesh(mesh=mesh, source="new")
+        return PlannedMesh(mesh=mesh, source="new", recorded=recorded, device_ids=devices)
 
-    def _devices_recorded(self) -> int:
-        """How many devices a checkpoint without an inventory speaks of."""
-        return len({i for mesh in self._recorded_meshes for i in mesh.device_ids or ()})
+    @functools.cached_property
+    def _recorded_count(self) -> int:
+        """How many devices there were; of a checkpoint without an inventory, how many it speaks of."""
+        if self._saved is not None:
+            return self._saved.device_count
+        return len({i for mesh in self._manifest.meshes for i in mesh.device_ids or ()})
 
-    def _positions(self, mesh: MeshRecord) -> tuple[int, ...] | None:
-        """Where the devices of a mesh stood in `jax.devices()` when it was saved."""
+    def _at_positions(self, mesh: MeshRecord) -> tuple[int, ...] | None:
+        """The devices that stand in `jax.devices()` where those of a mesh stood when it was saved.
+
+        None where these are not known, or not all here, or not equally many of each process.
+        """
         if self._saved is None or mesh.device_ids is None:
             return None
         position = {device_id: i for i, device_id in enumerate(self._saved.device_ids)}
-        ids = mesh.device_ids
-        return tuple(position[i] for i in ids) if all(i in position for i in ids) else None
+        here = self._present.device_ids
+        positions = [position.get(device_id, len(here)) for device_id in mesh.device_ids]
+        if max(positions, default=0) >= len(here):
+            return None
+        ids = tuple(here[i] for i in positions)
+        return ids if is_shared_equally(ids, self._present) else None
 
 
 def same_axes(a: MeshRecord, b: MeshRecord) -> bool:
@@ -256,14 +353,27 @@ def same_axes(a: MeshRecord, b: MeshRecord) -> bool:
     return (a.axis_names, a.axis_sizes, a.axis_types) == (b.axis_names, b.axis_sizes, b.axis_types)
 
 
-def _has_axes(mesh: MeshRecord, recorded: MeshRecord, types: tuple[AxisType, ...] | None) -> bool:
-    """Whether a mesh has the recorded axis names, with these types where they are known."""
-    if not set(recorded.axis_names) <= set(mesh.axis_names):
-        return False
-    if types is None or mesh.axis_types is None:
-        return True
-    have = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(have[name] == kind for name, kind in zip(recorded.axis_names, types, strict=True))
+def _at_hand(mesh: MeshRecord, source: MeshSource, recorded: MeshRecord | None = None) -> PlannedMesh:
+    return PlannedMesh(mesh=mesh, source=source, recorded=recorded)
+
+
+def _renamed_partition(partition: Partition, renames: Mapping[str, str | None]) -> Partition:
+    axes = partition_axes(partition)
+    if not any(axis in renames for axis in axes):
+        return partition
+    named = _renamed_names(axes, renames, ordered=False)
+    if isinstance(partition, str) or not named:
+        return named[0] if named else None
+    return named
+
+
+def _renamed_names(
+    names: tuple[str, ...], renames: Mapping[str, str | None], *, ordered: bool = True
+) -> tuple[str, ...]:
+    """The names that are not dropped, by their new names; sorted where their order says nothing."""
+    kept = (renames.get(name, name) for name in names)
+    renamed = tuple(name for name in kept if name is not None)
+    return tuple(sorted(renamed)) if ordered else renamed
 
 
 def _all_auto(mesh: MeshRecord) -> tuple[AxisType, ...]:

@@ -1,8 +1,8 @@
-"""`RestorePlan`: a decision about a restore, as frozen values.
+"""`RestorePlan`: a decision about a whole restore, as a frozen value.
 
-A plan has exactly one `Outcome` for every leaf of the result: where it lands, and which line of the order
-decided so. It is made before any array is read, it can be printed, and what is executed is the very plan
-that was printed. `_planning` makes plans, `_binding` turns them into JAX shardings.
+It has exactly one `Outcome` for every leaf of the result. It is made before any array is read, it can be printed, and
+what is executed is the very plan that was printed. `_planning` makes plans, `_report` words them, `_binding` turns
+them into JAX shardings.
 """
 
 from __future__ import annotations
@@ -11,143 +11,21 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
 
 from orbax_explicit._errors import MeshMismatchError, Problem, RestoreRefusedError
-from orbax_explicit._records import (
-    Inventory,
-    LeafPath,
-    LeafRecord,
-    MeshRecord,
-    ShardingRecord,
-    SpecRecord,
-    ValueType,
-    path_text,
+from orbax_explicit._outcomes import (
+    AsFallback,
+    AsTarget,
+    NotPlaced,
+    OnDevice,
+    OnHost,
+    OnMesh,
+    Outcome,
+    PlannedMesh,
+    Uncommitted,
 )
-
-MeshSource: TypeAlias = Literal["given", "context", "target", "recorded devices", "recorded positions", "new"]
-"""Where the devices of a mesh come from.
-
-- `"given"`: the `mesh=` argument.
-- `"context"`: the mesh of `jax.set_mesh`.
-- `"target"`: the concrete mesh of other leaves of the target.
-- `"recorded devices"`: the recorded device ids, all of which are present.
-- `"recorded positions"`: the devices that stand in `jax.devices()` where the recorded ones stood.
-- `"new"`: `jax.make_mesh` over the first devices.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMesh:
-    """A mesh of the result.
-
-    Attributes:
-        mesh: Its axes; and its devices, unless `source` is `"new"` and `jax.make_mesh` orders them.
-        source: Where its devices come from.
-        recorded: The mesh that it stands for in the checkpoint; None where the target asked for it.
-    """
-
-    mesh: MeshRecord
-    source: MeshSource
-    recorded: MeshRecord | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnMesh:
-    """Placed over a mesh.
-
-    Attributes:
-        mesh: The mesh.
-        spec: How each array dimension is split over it.
-        memory_kind: The memory kind, always named.
-    """
-
-    mesh: PlannedMesh
-    spec: SpecRecord
-    memory_kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnDevice:
-    """Committed to one device.
-
-    Attributes:
-        device_id: `jax.Device.id`; None for the default device.
-        memory_kind: The memory kind, always named.
-    """
-
-    device_id: int | None
-    memory_kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uncommitted:
-    """On the default device, free to follow the arrays that it is used with.
-
-    Attributes:
-        memory_kind: The memory kind, always named.
-    """
-
-    memory_kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsTarget:
-    """The concrete sharding of the target's leaf, as it is.
-
-    Attributes:
-        sharding: A record of it, for people; None where it is of a kind that has no record.
-    """
-
-    sharding: ShardingRecord | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsFallback:
-    """The sharding that the caller gave for arrays whose recorded mesh does not fit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnHost:
-    """A value on the host.
-
-    Attributes:
-        type: The type of value that comes back.
-    """
-
-    type: ValueType
-
-
-Placement: TypeAlias = OnMesh | OnDevice | Uncommitted | AsTarget | AsFallback | OnHost
-
-Rule: TypeAlias = Literal[
-    "target", "target's abstract mesh", "recorded", "fallback", "one device", "uncommitted", "host"
-]
-"""Which line of the order decided: the first that applies, as listed."""
-RULES: tuple[Rule, ...] = get_args(Rule)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What happens to one leaf.
-
-    Attributes:
-        path: Its path in the result.
-        source: Its path in the checkpoint.
-        recorded: What was saved.
-        placement: Where it lands.
-        rule: Which line of the order decided.
-        dtype: Name of the dtype that it is cast to; None where it keeps the saved one.
-        notes: What differs from what was recorded or asked for, each a clause.
-    """
-
-    path: LeafPath
-    source: LeafPath
-    recorded: LeafRecord
-    placement: Placement
-    rule: Rule
-    dtype: str | None = None
-    notes: tuple[str, ...] = ()
+from orbax_explicit._records import Inventory, LeafPath, NamedShardingRecord, Tree
+from orbax_explicit._report import plan_json, plan_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +33,24 @@ class RestorePlan:
     """Everything that a restore will do, or every reason why it will not.
 
     Attributes:
-        outcomes: One for each leaf of the result, in tree order.
+        outcomes: One for each leaf of the result, in tree order; a refused leaf has one too.
         present: The devices that it is planned for.
         recorded: The devices of the run that saved the checkpoint; None where they were not recorded.
+        tree: Containers and leaves of the result, where there is no target to take them from.
+        left_out: Paths of saved leaves that the result lacks. They are not read.
         refused: Everything that cannot be done; a plan with any is not executed.
         notes: What concerns the checkpoint as a whole, each a sentence.
+        default_device_ids: `jax.Device.id` of the default device of each process.
     """
 
     outcomes: tuple[Outcome, ...]
     present: Inventory
     recorded: Inventory | None = None
+    tree: Tree | None = None
+    left_out: tuple[LeafPath, ...] = ()
     refused: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    default_device_ids: tuple[int, ...] = ()
 
     @functools.cached_property
     def by_path(self) -> Mapping[LeafPath, Outcome]:
@@ -175,9 +59,73 @@ class RestorePlan:
 
     @functools.cached_property
     def meshes(self) -> tuple[PlannedMesh, ...]:
-        """The distinct meshes of the result, in order of first use."""
+        """The distinct meshes of the result, in order of first use; each knows the one that it was."""
         used = {id(o.placement.mesh): o.placement.mesh for o in self.outcomes if isinstance(o.placement, OnMesh)}
         return tuple(dict.fromkeys(used.values()))
+
+    @property
+    def idle_device_ids(self) -> tuple[int, ...]:
+        """Present devices that no mesh of the plan is on; empty where it has none."""
+        used = {i for planned in self.meshes for i in planned.device_ids}
+        return tuple(i for i in self.present.device_ids if i not in used) if used else ()
+
+    @functools.cached_property
+    def bytes_read(self) -> int:
+        """Bytes of one whole copy, as it was saved, of every leaf that is read; text is not counted."""
+        return sum(outcome.bytes_read for outcome in self.outcomes)
+
+    @functools.cached_property
+    def bytes_on_host(self) -> int:
+        """Bytes of the values that land on the host of each process; text is not counted."""
+        return sum(outcome.nbytes for outcome in self.outcomes if isinstance(outcome.placement, OnHost))
+
+    @property
+    def bytes_per_device(self) -> Mapping[int, int]:
+        """Bytes that land in the default memory of each present device, by `jax.Device.id`."""
+        landing = self.bytes_by_memory.get(self.present.default_memory_kind, {})
+        return {**dict.fromkeys(self.present.device_ids, 0), **landing}
+
+    @functools.cached_property
+    def bytes_by_memory(self) -> Mapping[str, Mapping[int, int]]:
+        """Bytes that land in each memory kind of each device: kind -> `jax.Device.id` -> bytes.
+
+        Leaves that `unaccounted` lists are not among them.
+        """
+        # The devices of a mesh get equal shares: summed by mesh first, so that it costs arrays + meshes x devices.
+        by_devices: Counter[tuple[str, int]] = Counter()
+        devices: dict[int, tuple[int, ...]] = {}
+        for outcome in self.outcomes:
+            share = outcome.bytes_per_device
+            for kind, ids in self._lands(outcome):
+                devices[id(ids)] = ids
+                by_devices[kind, id(ids)] += share or 0
+        totals: dict[str, Counter[int]] = {}
+        for (kind, key), nbytes in by_devices.items():
+            total = totals.setdefault(kind, Counter())
+            for device_id in devices[key]:
+                total[device_id] += nbytes
+        return {kind: dict(sorted(total.items())) for kind, total in sorted(totals.items())}
+
+    @functools.cached_property
+    def unaccounted(self) -> tuple[LeafPath, ...]:
+        """Paths of arrays whose sharding is of a kind that has no record: what they cost is not known."""
+        return tuple(outcome.path for outcome in self.outcomes if outcome.bytes_per_device is None)
+
+    def _lands(self, outcome: Outcome) -> list[tuple[str, tuple[int, ...]]]:
+        """The memory kind and the devices of one leaf; none for a value on the host."""
+        default = self.present.default_memory_kind
+        match outcome.placement:
+            case OnMesh(mesh=planned, memory_kind=kind):
+                return [(kind, planned.device_ids)]
+            case AsTarget(sharding=sharding) | AsFallback(sharding=sharding) if sharding is not None:
+                ids = sharding.mesh.device_ids if isinstance(sharding, NamedShardingRecord) else (sharding.device_id,)
+                return [(sharding.memory_kind or default, ids or ())]
+            case OnDevice(device_id=device_id, memory_kind=kind):
+                return [(kind, self.default_device_ids[:1] if device_id is None else (device_id,))]
+            case Uncommitted(memory_kind=kind):
+                return [(kind, self.default_device_ids)]
+            case _:
+                return []
 
     def raise_if_refused(self) -> None:
         """Raises one error that lists every problem, if there is any.
@@ -190,57 +138,19 @@ class RestorePlan:
             only_meshes = all(problem.about == "mesh" for problem in self.refused)
             raise (MeshMismatchError if only_meshes else RestoreRefusedError)(*self.refused)
 
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The whole plan as a JSON object: every leaf, mesh, device, byte, change and problem.
+
+        Args:
+            indent: Spaces for each level; None for one line.
+        """
+        return plan_json(self, indent=indent)
+
     def __str__(self) -> str:
-        """The plan as a person reads it: meshes, then outcomes grouped by what decided, then problems."""
-        count = f"{len(self.outcomes)} {'leaf' if len(self.outcomes) == 1 else 'leaves'}"
-        lines = [f"restore of {count}"]
-        if self.refused:
-            problems = f"{len(self.refused)} {'problem' if len(self.refused) == 1 else 'problems'}"
-            lines = [f"restore REFUSED for {problems}; {count} could be restored"]
-        lines.append(f"  present   {self.present}")
-        lines.append(f"  recorded  {self.recorded if self.recorded is not None else 'not which devices'}")
-        lines.extend(dict.fromkeys(f"  mesh      {_mesh_text(planned)}" for planned in self.meshes))
-        rules = Counter(outcome.rule for outcome in self.outcomes)
-        lines.extend(f"  {rules[rule]:>7} x {_RULE_TEXT[rule]}" for rule in RULES if rule in rules)
-        noted: dict[str, list[str]] = {}
-        for outcome in self.outcomes:
-            for note in outcome.notes:
-                noted.setdefault(note, []).append(path_text(outcome.path))
-        lines.extend(f"  note      {note}: {_some(paths)}" for note, paths in noted.items())
-        lines.extend(f"  note      {note}" for note in self.notes)
-        for problem in self.refused:
-            first, *rest = str(problem).splitlines()
-            lines.append(f"  refused   {first}")
-            lines.extend(f"          {line}" for line in rest)
-        return "\n".join(lines)
+        """The plan as a person reads it: meshes, then leaves grouped by what decided, then changes, then problems."""
+        return plan_text(self)
 
-
-_SOURCE_TEXT: Mapping[MeshSource, str] = {
-    "given": "the mesh that was passed",
-    "context": "the mesh of jax.set_mesh",
-    "target": "the target's own mesh",
-    "recorded devices": "the recorded devices",
-    "recorded positions": "the devices at the recorded positions",
-    "new": "the present devices, in the order of jax.make_mesh",
-}
-
-_RULE_TEXT: Mapping[Rule, str] = {
-    "target": "the target's sharding",
-    "target's abstract mesh": "the target's spec, its abstract mesh made concrete",
-    "recorded": "the recorded spec",
-    "fallback": "the fallback sharding",
-    "one device": "on one device, as recorded",
-    "uncommitted": "uncommitted, as recorded",
-    "host": "a value on the host",
-}
-
-
-def _mesh_text(planned: PlannedMesh) -> str:
-    before, after = str(planned.recorded), str(planned.mesh)
-    origin = f"{before} -> " if planned.recorded is not None and before != after else ""
-    return f"{origin}{after} on {_SOURCE_TEXT[planned.source]}"
-
-
-def _some(paths: list[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+    def problems_of(self, outcome: Outcome) -> tuple[Problem, ...]:
+        """Why a leaf is refused; empty where it is not."""
+        positions = outcome.placement.problems if isinstance(outcome.placement, NotPlaced) else ()
+        return tuple(self.refused[i] for i in positions)

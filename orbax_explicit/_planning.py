@@ -12,11 +12,13 @@ order that applies:
 3. The array was recorded on a mesh: the recorded spec, on the mesh that was passed; else on the mesh of
    `jax.set_mesh` if it has the recorded axis names and types; else on the target's own mesh if other leaves have
    one with these names and types; else on the recorded mesh, rebuilt: on the same devices if all are present,
-   else in the same shape on as many others. A mesh that does not fit the present devices is refused.
-4. The array was recorded on one device or uncommitted: so again, and uncommitted in each of several processes.
-5. Nothing was recorded: a value on the host.
+   else in the same shape on as many others, else resized by the rule of `_topology`.
+4. The array has no recorded spec, or one that the mesh at hand cannot take, and `RestorePolicy.rules` has one for it.
+5. The array was recorded on one device or uncommitted: so again, and uncommitted in each of several processes.
+6. Nothing was recorded: a value on the host.
 
-Meshes are compared by axis names, sizes and types, never as objects.
+With `RestorePolicy(arrays="numpy")` every array is a value on the host. Meshes are compared by axis names, sizes and
+types, never as objects.
 """
 
 from __future__ import annotations
@@ -25,21 +27,27 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
+from orbax_explicit._matching import Match, match_leaves
 from orbax_explicit._mesh_planning import MeshPlanner, Refused
-from orbax_explicit._plan import (
+from orbax_explicit._outcomes import (
     AsFallback,
     AsTarget,
+    Change,
+    Kept,
+    NotPlaced,
     OnDevice,
     OnHost,
     OnMesh,
     Outcome,
     Placement,
-    RestorePlan,
+    PlannedMesh,
     Rule,
     Uncommitted,
 )
-from orbax_explicit._policy import RECORDED, RestorePolicy
+from orbax_explicit._plan import RestorePlan
+from orbax_explicit._policy import RECORDED, RestorePolicy, SpecRule
 from orbax_explicit._records import (
     UNCONSTRAINED,
     Inventory,
@@ -48,13 +56,13 @@ from orbax_explicit._records import (
     Manifest,
     MeshRecord,
     NamedShardingRecord,
+    Partition,
     ShardingRecord,
     SingleDeviceRecord,
     SpecRecord,
     ValueRecord,
-    path_names,
+    partition_axes,
     path_text,
-    plural,
 )
 from orbax_explicit._targets import Fit, TargetRecord, fit
 
@@ -68,8 +76,9 @@ def plan_from_records(
     mesh: MeshRecord | None = None,
     context: MeshRecord | None = None,
     strict: bool = True,
-    has_fallback: bool = False,
+    fallback: AsFallback | None = None,
     x64: bool = True,
+    default_device_ids: tuple[int, ...] | None = None,
 ) -> RestorePlan:
     """Decides where every leaf of a restore lands.
 
@@ -81,14 +90,21 @@ def plan_from_records(
         mesh: The concrete mesh that the caller passed.
         context: The concrete mesh of `jax.set_mesh`.
         strict: Whether a target's shape must be the saved one; otherwise Orbax truncates or pads.
-        has_fallback: Whether the caller gave a sharding for arrays whose recorded mesh does not fit.
+        fallback: The sharding that the caller gave for arrays whose recorded mesh does not fit as it is; None for none,
+            where such a mesh is resized.
         x64: Whether a `jax.Array` can hold 64-bit numbers here.
+        default_device_ids: `jax.Device.id` of the default device of each process; None for the first of each.
 
     Returns:
-        A plan with one outcome for every leaf that is not refused, and every problem there is.
+        A plan with one outcome for every leaf, and every problem there is.
     """
+    if default_device_ids is None:
+        first: dict[int, int] = {}
+        for device_id, process in zip(present.device_ids, present.process_indices, strict=True):
+            first.setdefault(process, device_id)
+        default_device_ids = tuple(first.values())
     return _Planner(
-        manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, has_fallback, x64
+        manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, fallback, x64, default_device_ids
     ).plan()
 
 
@@ -96,7 +112,7 @@ def plan_from_records(
 class _Decision:
     rule: Rule
     placement: Placement
-    notes: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 class _Planner:
@@ -111,151 +127,179 @@ class _Planner:
         mesh: MeshRecord | None,
         context: MeshRecord | None,
         strict: bool,
-        has_fallback: bool,
+        fallback: AsFallback | None,
         x64: bool,
+        default_device_ids: tuple[int, ...],
     ) -> None:
         self.manifest = manifest
         self.targets = targets
         self.present = present
         self.policy = policy
+        self.mesh = mesh
         self.strict = strict
-        self.has_fallback = has_fallback
+        self.fallback = fallback
         self.x64 = x64
+        self.default_device_ids = default_device_ids
         self.problems: dict[Problem, list[str]] = {}
+        self.positions: dict[Problem, int] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
         self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
-        self.meshes = MeshPlanner(manifest, present, policy, mesh=mesh, context=context, target_meshes=meshes)
+        self.meshes = MeshPlanner(
+            manifest,
+            present,
+            policy,
+            mesh=mesh,
+            context=context,
+            target_meshes=meshes,
+            exact=policy.topology == "exact" or fallback is not None,
+        )
 
     def plan(self) -> RestorePlan:
+        matching = match_leaves(self.manifest, self.targets, self.policy)
         self._check_policy()
-        outcomes = []
-        for path, source, recorded, target in self._matched():
-            outcome = self._outcome(path, source, recorded, target)
-            if outcome is not None:
-                outcomes.append(outcome)
-        total = len(self.targets if self.targets is not None else self.manifest.leaves)
+        for problem in matching.problems:
+            self._report(problem)
+        for path in matching.extra:
+            self._report(_refusals.leaves_are_extra(), path)
+        outcomes = tuple(self._outcome(match) for match in matching.matches)
+        total = len(outcomes)
         refused = tuple(
-            dataclasses.replace(problem, affects=tuple(paths), of=problem.of or (total if paths else 0))
+            dataclasses.replace(
+                problem,
+                affects=tuple(paths),
+                of=0 if not paths else len(self.manifest.leaves) if problem == _refusals.leaves_are_extra() else total,
+            )
             for problem, paths in self.problems.items()
         )
         return RestorePlan(
-            outcomes=tuple(outcomes),
+            outcomes=outcomes,
             present=self.present,
             recorded=self.manifest.inventory,
+            tree=matching.tree,
+            left_out=tuple(matching.left_out),
             refused=refused,
             notes=self.manifest.notes,
+            default_device_ids=self.default_device_ids,
         )
 
     def _check_policy(self) -> None:
-        """Axes that the policy retypes must be recorded somewhere: a misspelt one would change nothing, silently."""
-        if isinstance(self.policy.axis_types, Mapping):
-            recorded = {axis for mesh in self.manifest.meshes for axis in mesh.axis_names}
-            unknown = sorted(set(self.policy.axis_types) - recorded)
+        """What a policy names must be recorded somewhere: a misspelt axis would change nothing, silently."""
+        recorded = {axis for mesh in self.manifest.meshes for axis in mesh.axis_names}
+        types = self.policy.axis_types
+        for field, named in (
+            ("axis_types", types if isinstance(types, Mapping) else ()),
+            ("resize", self.policy.resize),
+            ("rename_axes", self.policy.rename_axes),
+        ):
+            unknown = sorted(set(named) - recorded)
             if recorded and unknown:
-                problem = Problem(
-                    could_not=f"cannot retype mesh axes {unknown}, which no recorded mesh has",
-                    recorded=f"mesh axes {sorted(recorded)}",
-                    fix="name recorded axes in axis_types",
-                )
-                self.problems[problem] = []
+                self._report(_refusals.policy_names_unknown_axes(field, unknown, recorded))
+        if self.mesh is not None and self.policy.arrays == "numpy":
+            self._report(_refusals.numpy_is_not_on_a_mesh(self.mesh))
 
-    def _matched(self) -> list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]]:
-        """Each leaf of the result, its path in the checkpoint, what was saved and what is asked for.
+    def _report(self, problem: Problem, path: LeafPath | None = None) -> int:
+        """Lists a problem, and returns its position."""
+        affected = self.problems.setdefault(problem, [])
+        if path is not None:
+            affected.append(path_text(path))
+        return self.positions.setdefault(problem, len(self.positions))
 
-        Reports the leaves on either side that have no partner.
-        """
-        if self.targets is None:
-            return [(path, path, leaf, None) for path, leaf in self.manifest.leaves.items()]
-        # By the text of the keys: a class that was saved as attributes may come back into a dict, as in stock Orbax.
-        saved = {path_names(path): (path, leaf) for path, leaf in self.manifest.leaves.items()}
-        wanted = {path_names(path): path for path in self.targets}
-        for path in self.manifest.leaves:
-            if path_names(path) not in wanted:
-                problem = Problem(
-                    could_not="cannot leave out saved leaves that the target lacks",
-                    of=len(self.manifest.leaves),
-                    fix="give the target a leaf for each",
-                )
-                self._report(problem, path)
-        matched: list[tuple[LeafPath, LeafPath, LeafRecord, TargetRecord | None]] = []
-        for path, target in self.targets.items():
-            found = saved.get(path_names(path))
-            if found is None:
-                problem = Problem(
-                    could_not="cannot restore leaves of the target that the checkpoint lacks",
-                    fix="take them off the target",
-                )
-                self._report(problem, path)
-            else:
-                matched.append((path, *found, target))
-        return matched
-
-    def _report(self, problem: Problem, path: LeafPath) -> None:
-        self.problems.setdefault(problem, []).append(path_text(path))
-
-    def _outcome(
-        self, path: LeafPath, source: LeafPath, recorded: LeafRecord, target: TargetRecord | None
-    ) -> Outcome | None:
-        """What happens to one leaf; None where it is refused, with every problem that it has."""
+    def _outcome(self, match: Match) -> Outcome:
+        """What happens to one leaf; where it is refused, with every problem that it has."""
+        recorded, target = match.recorded, match.target
+        if match.problem is not None or recorded is None:
+            problems = [match.problem] if match.problem is not None else []
+            return self._finished(match, problems, _Decision("kept", Kept()), Fit())
+        if target is not None and target.odd is not None:
+            return self._finished(match, [_refusals.leaf_cannot_be_asked_for(*target.odd)], None, Fit())
         fitted = fit(recorded, target, self.policy.cast, strict=self.strict) if target is not None else Fit()
         problems = list(fitted.problems)
         decision = None
         try:
-            decision = self._decide(recorded, target)
-            shape = recorded.shape
-            if target is not None and target.shape is not None and not self.strict:
-                shape = target.shape
-            placement = decision.placement
-            if isinstance(placement, OnMesh):
-                _check_spec(shape, placement.mesh.mesh, placement.spec, asked=placement.mesh.recorded is None)
-            elif isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
-                _check_spec(shape, placement.sharding.mesh, placement.sharding.spec, asked=True)
-            if not isinstance(placement, OnHost):
+            decision = self._decide(match.path, recorded, target)
+            decision = self._on_shape(decision, self._shape(recorded, target))
+            if not isinstance(decision.placement, OnHost):
                 self._check_x64(fitted.dtype or recorded.dtype)
         except Refused as refused:
             problems.append(refused.problem)
-        for problem in problems:
-            self._report(problem, path)
+        return self._finished(match, problems, decision, fitted)
+
+    def _finished(self, match: Match, problems: list[Problem], decision: _Decision | None, fitted: Fit) -> Outcome:
+        recorded = match.recorded
+        shape = self._shape(recorded, match.target) if recorded is not None else ()
         if problems or decision is None:
-            return None
+            positions = tuple(self._report(problem, match.path) for problem in problems)
+            placement: Placement = NotPlaced(problems=positions)
+            return Outcome(
+                path=match.path,
+                source=match.source,
+                recorded=recorded,
+                placement=placement,
+                rule="refused",
+                shape=shape,
+            )
+        changes = list(decision.changes)
+        if fitted.dtype is not None and recorded is not None:
+            changes.append(Change(kind="cast", text=f"{recorded.dtype} -> {fitted.dtype}"))
+        if match.renamed is not None:
+            result, source = ("/".join(names) for names in match.renamed)
+            changes.append(Change(kind="renamed", text=f"{result} is read from {source}"))
         return Outcome(
-            path=path,
-            source=source,
+            path=match.path,
+            source=match.source,
             recorded=recorded,
             placement=decision.placement,
             rule=decision.rule,
+            shape=shape,
             dtype=fitted.dtype,
-            notes=decision.notes,
+            changes=tuple(changes),
         )
+
+    def _shape(self, recorded: LeafRecord, target: TargetRecord | None) -> tuple[int, ...]:
+        """The shape of what comes back."""
+        if target is not None and target.shape is not None and target.value_type is None and not self.strict:
+            return target.shape
+        return recorded.shape
 
     def _check_x64(self, dtype: str) -> None:
         if not self.x64 and dtype in _X64_DTYPES:
-            raise Refused(
-                Problem(
-                    could_not=f"cannot hold {dtype} in a jax.Array while jax_enable_x64 is off",
-                    fix="switch jax_enable_x64 on, or restore into a target of 32 bits",
-                )
-            )
+            raise Refused(_refusals.dtype_needs_x64(dtype))
 
     # Which sharding.
 
-    def _decide(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
+    def _decide(self, path: LeafPath, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
             sharding, committed = None, True
         else:
             sharding, committed = recorded.sharding, recorded.committed
         if target is not None and target.value_type is not None:
             return _Decision("host", OnHost(type=target.value_type))
+        if self.policy.arrays == "numpy":
+            return self._as_numpy(recorded, target)
         if target is not None and (target.committed is False or self._stays_uncommitted(committed, target)):
             return self._uncommitted("target", self.present.default_memory_kind)
         if target is not None and target.concrete:
             return _Decision("target", AsTarget(sharding=target.sharding))
-        key = (id(sharding), id(target.sharding) if target is not None else 0, committed)
-        if sharding is None and (target is None or target.sharding is None):
+        if target is not None and target.sharding is not None:
+            return self._once(sharding, committed, target)
+        rule = self._rule(path, recorded)
+        if isinstance(sharding, NamedShardingRecord) and committed:
+            try:
+                return self._once(sharding, committed, None)
+            except Refused as refused:
+                if rule is None or refused.problem.about != "mesh":
+                    raise
+        if rule is not None:
+            return self._by_rule(rule, sharding)
+        if sharding is None:
             return self._unrecorded(recorded, target)
+        return self._once(sharding, committed, None)
+
+    def _once(self, sharding: ShardingRecord | None, committed: bool, target: TargetRecord | None) -> _Decision:
+        key = (id(sharding), id(target.sharding) if target is not None else 0, committed)
         if key not in self.decided:
             try:
                 self.decided[key] = self._decide_sharding(sharding, committed, target)
@@ -265,6 +309,15 @@ class _Planner:
         if isinstance(decision, Problem):
             raise Refused(decision)
         return decision
+
+    def _as_numpy(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
+        if isinstance(recorded, ValueRecord):
+            as_array = target is not None and target.dtype is not None
+            return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
+        changes: tuple[Change, ...] = ()
+        if recorded.prng is not None:
+            changes = (Change(kind="key data", text=f"{recorded.dtype_text} as its data, {recorded.dtype}"),)
+        return _Decision("host", OnHost(type="np.ndarray"), changes)
 
     def _stays_uncommitted(self, committed: bool, target: TargetRecord) -> bool:
         """Whether an array that was uncommitted goes where the target's abstract leaf says without being committed.
@@ -289,74 +342,88 @@ class _Planner:
             try:
                 return self._on_recorded_mesh(recorded)
             except Refused as refused:
-                if self.has_fallback and refused.problem.about == "mesh":
-                    return _Decision("fallback", AsFallback(), (refused.problem.could_not,))
+                if self.fallback is not None and refused.problem.about == "mesh":
+                    change = Change(kind="fallback", text=refused.problem.could_not)
+                    return _Decision("fallback", self.fallback, (change,))
                 raise
-        kind, notes = self._memory_kind(recorded.memory_kind)
+        kind, changes = self._memory_kind(recorded.memory_kind)
         if not committed:
-            return self._uncommitted("uncommitted", kind, notes)
+            return self._uncommitted("uncommitted", kind, changes)
         assert isinstance(recorded, SingleDeviceRecord)
         if self.present.process_count > 1:
             # Committed to a device of one process it would be out of reach of the others, and committed to one of each
             # it could not be saved again.
-            notes = (*notes, "recorded on one device; each of several processes holds it, uncommitted")
-            return self._uncommitted("one device", kind, notes)
+            text = "recorded on one device; each of several processes holds it, uncommitted"
+            return self._uncommitted("one device", kind, (*changes, Change(kind="another device", text=text)))
         here = recorded.device_id in self.present.device_ids and recorded.platform in (None, self.present.platform)
         if not here:
-            notes = (*notes, f"{recorded} is not present; placed on the default device")
+            text = f"{recorded} is not present; placed on the default device"
+            changes = (*changes, Change(kind="another device", text=text))
         return _Decision(
-            "one device", OnDevice(device_id=recorded.device_id if here else None, memory_kind=kind), notes
+            "one device", OnDevice(device_id=recorded.device_id if here else None, memory_kind=kind), changes
         )
 
-    def _uncommitted(self, rule: Rule, kind: str, notes: tuple[str, ...] = ()) -> _Decision:
+    def _uncommitted(self, rule: Rule, kind: str, changes: tuple[Change, ...] = ()) -> _Decision:
         """Uncommitted, which in JAX is always in the default memory, whatever kind was recorded or asked for."""
         default = self.present.default_memory_kind
         if kind != default:
-            notes = (*notes, f"an uncommitted array is in the default memory: {default}, not {kind}")
-        return _Decision(rule, Uncommitted(memory_kind=default), notes)
+            text = f"an uncommitted array is in the default memory: {default}, not {kind}"
+            changes = (*changes, Change(kind="memory kind", text=text))
+        return _Decision(rule, Uncommitted(memory_kind=default), changes)
 
     def _unrecorded(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
             as_array = target is not None and target.dtype is not None
             return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
         if recorded.prng is not None:
-            note = "no sharding was recorded; the keys are uncommitted"
-            return self._uncommitted("uncommitted", self.present.default_memory_kind, (note,))
-        return _Decision("host", OnHost(type="np.ndarray"), ("no sharding was recorded; restored to the host",))
+            change = Change(kind="no sharding", text="no sharding was recorded; the keys are uncommitted")
+            return self._uncommitted("uncommitted", self.present.default_memory_kind, (change,))
+        change = Change(kind="no sharding", text="no sharding was recorded; restored to the host")
+        return _Decision("host", OnHost(type="np.ndarray"), (change,))
 
     def _on_abstract_target(self, target: NamedShardingRecord, recorded: ShardingRecord | None) -> _Decision:
         own = recorded.mesh if isinstance(recorded, NamedShardingRecord) else None
         planned = self.meshes.for_target(target.mesh, own)
         kind = target.memory_kind or self.present.default_memory_kind
         if kind not in self.present.memory_kinds:
-            raise Refused(self._lacks_memory_kind(kind, "the target's memory kind"))
-        notes: tuple[str, ...] = ()
+            raise Refused(_refusals.memory_kind_is_not_here(kind, "the target's memory kind", self.present))
+        changes: tuple[Change, ...] = ()
         if target.memory_kind is None and recorded is not None:
             recorded_kind, _ = self._memory_kind(recorded.memory_kind)
             if recorded_kind != kind:
                 # `jax.eval_shape` gives no memory kind, whatever the function that it evaluates would.
-                notes = (f"recorded in {recorded_kind}, restored to {kind}: the target names no memory kind",)
-        return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind), notes)
+                text = f"recorded in {recorded_kind}, restored to {kind}: the target names no memory kind"
+                changes = (Change(kind="memory kind", text=text),)
+        return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind), changes)
 
     def _on_recorded_mesh(self, recorded: NamedShardingRecord) -> _Decision:
         planned = self.meshes.for_recorded(recorded)
-        notes: tuple[str, ...] = ()
-        if recorded.mesh.axis_types is None and planned.source not in ("given", "context", "target"):
-            if self.policy.axis_types is None:
-                notes = ("no axis types were recorded; the mesh axes are auto",)
-            else:
-                notes = ("no axis types were recorded; those of the policy are used",)
-        kind, kind_notes = self._memory_kind(recorded.memory_kind)
-        return _Decision("recorded", OnMesh(mesh=planned, spec=recorded.spec, memory_kind=kind), (*notes, *kind_notes))
+        spec = self.meshes.renamed(recorded.spec)
+        kind, changes = self._memory_kind(recorded.memory_kind)
+        changes = (*_mesh_changes(planned, recorded, spec), *changes)
+        return _Decision("recorded", OnMesh(mesh=planned, spec=spec, memory_kind=kind), changes)
 
-    # Memory kinds, shapes and dtypes.
+    # Specs by name.
 
-    def _memory_kind(self, recorded: str | None) -> tuple[str, tuple[str, ...]]:
+    def _rule(self, path: LeafPath, recorded: LeafRecord) -> SpecRule | None:
+        """The policy's spec for an array; values of other types than arrays have none."""
+        if not self.policy.rules or (isinstance(recorded, ValueRecord) and recorded.type != "np.ndarray"):
+            return None
+        return self.policy.spec_for(path_text(path))
+
+    def _by_rule(self, rule: SpecRule, recorded: ShardingRecord | None) -> _Decision:
+        planned = self.meshes.for_rule(rule)
+        kind, changes = self._memory_kind(recorded.memory_kind if recorded is not None else None)
+        return _Decision("rules", OnMesh(mesh=planned, spec=rule.spec, memory_kind=kind), changes)
+
+    # Memory kinds and shapes.
+
+    def _memory_kind(self, recorded: str | None) -> tuple[str, tuple[Change, ...]]:
         """The memory kind to restore into, and what to say about it."""
         wanted = self.policy.memory_kind
         if wanted != RECORDED:
             if wanted not in self.present.memory_kinds:
-                raise Refused(self._lacks_memory_kind(wanted, "the policy's memory kind"))
+                raise Refused(_refusals.memory_kind_is_not_here(wanted, "the policy's memory kind", self.present))
             return wanted, ()
         default = self.present.default_memory_kind
         saved = self.manifest.inventory
@@ -366,65 +433,85 @@ class _Planner:
             return default, ()
         if recorded in self.present.memory_kinds:
             return recorded, ()
-        return default, (f"{self.present.platform} has no {recorded} memory; restored to {default}",)
+        text = f"{self.present.platform} has no {recorded} memory; restored to {default}"
+        return default, (Change(kind="memory kind", text=text),)
 
-    def _lacks_memory_kind(self, kind: str, whose: str) -> Problem:
-        return Problem(
-            could_not=f"cannot restore into {kind!r}, {whose}",
-            present=f"{self.present.platform} devices with {', '.join(self.present.memory_kinds)}",
-            fix="name one of these, or leave it out for the default",
-        )
+    def _on_shape(self, decision: _Decision, shape: tuple[int, ...]) -> _Decision:
+        """The decision for an array of this shape: its spec must fit, and dimensions may have to be whole."""
+        placement = decision.placement
+        if isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
+            mesh, spec = placement.sharding.mesh, placement.sharding.spec
+            _check_spec(shape, mesh, spec, by_target=True)
+            _whole_where_indivisible(shape, mesh, spec, by_target=True, replicate=False)
+        elif isinstance(placement, OnMesh):
+            mesh, spec = placement.mesh.mesh, placement.spec
+            by_target = decision.rule == "target's abstract mesh"
+            _check_spec(shape, mesh, spec, by_target=by_target)
+            replicate = self.policy.indivisible == "replicate" and not by_target
+            fitting, changes = _whole_where_indivisible(shape, mesh, spec, by_target=by_target, replicate=replicate)
+            if changes:
+                placement = dataclasses.replace(placement, spec=fitting)
+                return _Decision(decision.rule, placement, (*decision.changes, *changes))
+        return decision
 
 
 _X64_DTYPES = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
-def _check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, asked: bool) -> None:
-    """Refuses what JAX would not place: a spec that does not fit the shape, or the axis types of its mesh."""
+def _mesh_changes(planned: PlannedMesh, recorded: NamedShardingRecord, spec: SpecRecord) -> tuple[Change, ...]:
+    """How the mesh of a recorded sharding, and its axes, differ from what was recorded."""
+    before, after = recorded.mesh, planned.mesh
+    changes = []
+    if planned.resized:
+        changes.append(Change(kind="resized", text=f"{before} resized to {after}"))
+    if planned.source not in ("given", "context", "target"):
+        if before.axis_types is None:
+            text = (
+                "the mesh axes are auto" if set(after.axis_types or ()) <= {"auto"} else "those of the policy are used"
+            )
+            changes.append(Change(kind="untyped", text=f"no axis types were recorded; {text}"))
+        elif before.axis_types != after.axis_types:
+            changes.append(Change(kind="retyped", text=f"{before} retyped as {after}"))
+    if spec != recorded.spec:
+        changes.append(Change(kind="axes renamed", text=f"{recorded.spec} -> {spec}"))
+    return tuple(changes)
+
+
+def _check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, by_target: bool) -> None:
+    """Refuses what JAX would not place: a spec that does not fit the rank, or the axis types of its mesh."""
     types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=True))
-    if asked and "manual" in types.values():
-        raise Refused(
-            Problem(
-                could_not=f"cannot place an array on {mesh}: manual axes exist within jax.shard_map alone",
-                fix="give the target a mesh with explicit or auto axes",
-            )
-        )
+    if by_target and "manual" in types.values():
+        raise Refused(_refusals.axes_are_manual(mesh))
     if spec.unreduced:
-        raise Refused(
-            Problem(
-                could_not=f"cannot restore into a sharding with pending reductions, {spec}",
-                fix="give the target's leaf a spec without unreduced axes",
-            )
-        )
+        raise Refused(_refusals.spec_is_unreduced(spec))
     if any(types[axis] != "explicit" for axis in spec.reduced):
-        raise Refused(
-            Problem(
-                could_not=f"cannot place {spec} on {mesh}: reduced axes must be explicit",
-                fix="keep these axes explicit, or give the target's leaf another spec",
-            )
-        )
+        raise Refused(_refusals.reduced_axes_are_not_explicit(spec, mesh))
     if any(p is UNCONSTRAINED for p in spec.partitions) and "auto" not in types.values():
-        raise Refused(
-            Problem(
-                could_not=f"cannot place {spec} on {mesh}: an unconstrained dimension takes an auto axis",
-                fix="keep an axis auto, or give the target's leaf another spec",
-            )
-        )
+        raise Refused(_refusals.open_dimension_needs_auto(spec, mesh))
     if len(spec.partitions) > len(shape):
-        raise Refused(
-            Problem(
-                could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {spec}",
-                fix="give the target's leaf a spec that is no longer than its shape",
-            )
-        )
+        raise Refused(_refusals.spec_is_too_long(spec, shape))
+
+
+def _whole_where_indivisible(
+    shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, by_target: bool, replicate: bool
+) -> tuple[SpecRecord, tuple[Change, ...]]:
+    """The spec, with the dimensions that the mesh does not divide whole; and what to say about these.
+
+    Raises:
+        Refused: There is one, and it is not to be whole.
+    """
     sharding = NamedShardingRecord(mesh=mesh, spec=spec)
-    for dimension in range(len(spec.partitions)):
+    partitions: list[Partition] = list(spec.partitions)
+    changes = []
+    for dimension, partition in enumerate(spec.partitions):
         shards = sharding.shards_along(dimension)
         if shape[dimension] % shards:
-            raise Refused(
-                Problem(
-                    could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by {spec}",
-                    present=f"mesh {mesh}",
-                    fix="pass a mesh whose axes divide the dimension, or a target with another sharding",
+            if not replicate:
+                raise Refused(
+                    _refusals.dimension_is_indivisible(spec, shape, dimension, shards, mesh, by_target=by_target)
                 )
-            )
+            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in partition_axes(partition))
+            text = f"whole along dimension {dimension} of {shape}, which {sizes} does not divide"
+            changes.append(Change(kind="replicated", text=text))
+            partitions[dimension] = None
+    return dataclasses.replace(spec, partitions=tuple(partitions)) if changes else spec, tuple(changes)

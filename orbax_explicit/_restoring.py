@@ -18,12 +18,13 @@ from jax.sharding import Mesh, Sharding
 from orbax_explicit._binding import Present, bind_plan, read_present
 from orbax_explicit._containers import container_notes
 from orbax_explicit._leaf_capture import record_mesh
+from orbax_explicit._outcomes import AsFallback
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._records import LeafPath, Manifest
 from orbax_explicit._sidecar import read_manifest
-from orbax_explicit._target_capture import CapturedTarget, record_target
+from orbax_explicit._target_capture import CapturedTarget, describe_sharding, record_target
 
 PyTree: TypeAlias = Any
 
@@ -52,7 +53,7 @@ def _make_plan(
     mesh: Mesh | None = None,
     policy: RestorePolicy | None = None,
     strict: bool = True,
-    has_fallback: bool = False,
+    fallback: Sharding | None = None,
 ) -> RestorePlan:
     """Plans a restore with what JAX says.
 
@@ -63,7 +64,7 @@ def _make_plan(
         mesh: The mesh to place recorded specs on; None for the one that the order of `_planning` finds.
         policy: The caller's choices.
         strict: Whether a target's shape must be the saved one.
-        has_fallback: Whether there is a sharding for arrays whose recorded mesh does not fit.
+        fallback: The sharding of arrays whose recorded mesh does not fit as it is.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, not {mesh!r}; resolve_mesh makes one of an AbstractMesh")
@@ -75,12 +76,13 @@ def _make_plan(
         mesh=record_mesh(mesh) if mesh is not None else None,
         context=record_mesh(present.context) if present.context is not None else None,
         strict=strict,
-        has_fallback=has_fallback,
+        fallback=AsFallback(sharding=describe_sharding(fallback).sharding) if fallback is not None else None,
         x64=present.x64,
+        default_device_ids=present.default_device_ids,
     )
-    if target is not None:
+    if plan.tree is None:
         return plan
-    return dataclasses.replace(plan, notes=(*plan.notes, *container_notes(manifest.tree)))
+    return dataclasses.replace(plan, notes=(*plan.notes, *container_notes(plan.tree)))
 
 
 def bind_restore(
@@ -102,15 +104,13 @@ def bind_restore(
         mesh: The mesh to place recorded specs on.
         policy: The caller's choices.
         strict: Whether a target's shape must be the saved one.
-        fallback: The sharding of arrays whose recorded mesh does not fit, as in `ocp.args.StandardRestore`.
+        fallback: The sharding of arrays whose recorded mesh does not fit as it is, as in `ocp.args.StandardRestore`.
 
     Raises:
         RestoreRefusedError: Something cannot be done; lists every problem.
     """
     captured = _capture_target(manifest, target)
-    plan = _make_plan(
-        manifest, present, target=captured, mesh=mesh, policy=policy, strict=strict, has_fallback=fallback is not None
-    )
+    plan = _make_plan(manifest, present, target=captured, mesh=mesh, policy=policy, strict=strict, fallback=fallback)
     plan.raise_if_refused()
     shardings = bind_plan(plan, present, mesh=mesh, target=captured, fallback=fallback)
     return BoundPlan(plan=plan, shardings=shardings, target=captured)

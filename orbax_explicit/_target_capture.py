@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from orbax_explicit._capture import problems_of, record_key
+from orbax_explicit._capture import record_key
 from orbax_explicit._errors import Problem, RestoreRefusedError
 from orbax_explicit._leaf_capture import PYTHON_SCALARS, LeafRecorder, Unrecordable
 from orbax_explicit._records import (
     Key,
     LeafPath,
+    ShardingRecord,
     ValueType,
-    path_text,
 )
 from orbax_explicit._targets import TargetRecord
 
@@ -51,26 +52,24 @@ def record_target(target: PyTree, prng_impls: Iterable[str] = ()) -> CapturedTar
         The records and the leaves by path, and the structure.
 
     Raises:
-        RestoreRefusedError: A leaf asks for something that has no record. Lists all of them.
+        RestoreRefusedError: Two leaves have one path.
     """
     recorder = LeafRecorder()
     impls = _key_dtypes(prng_impls)
     flat, treedef = jax.tree_util.tree_flatten_with_path(target)
     leaves = {_lenient_path(keypath): leaf for keypath, leaf in flat}
     records = {}
-    refused: dict[tuple[str, str], list[str]] = {}
     for path, leaf in leaves.items():
         try:
-            records[path] = _target_record(leaf, recorder, impls)
+            records[path] = dataclasses.replace(_target_record(leaf, recorder, impls), keepable=_has_value(leaf))
         except Unrecordable as why:
-            refused.setdefault((why.reason, why.fix), []).append(path_text(path))
+            # For the plan, which lists all that is refused.
+            records[path] = TargetRecord(odd=(why.reason, why.fix), keepable=_has_value(leaf))
     if len(leaves) < len(flat):
         problem = Problem(
             could_not="cannot restore into a node that gives two children one key", fix="register it with distinct keys"
         )
         raise RestoreRefusedError(problem)
-    if refused:
-        raise RestoreRefusedError(*problems_of(refused, of=len(leaves)))
     return CapturedTarget(records=records, leaves=leaves, treedef=treedef)
 
 
@@ -86,6 +85,8 @@ def _lenient_path(keypath: Sequence[Any]) -> LeafPath:
 
 
 def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) -> TargetRecord:
+    if leaf is ...:
+        return TargetRecord(placeholder=True)
     if type(leaf) in PYTHON_SCALARS:
         return TargetRecord(value_type=PYTHON_SCALARS[type(leaf)])
     if isinstance(leaf, str | bytes):
@@ -105,26 +106,58 @@ def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) 
         described: dict[str, Any] = {"prng_impl": impls.get(leaf.dtype, str(leaf.dtype))}
     else:
         described = {"dtype": np.dtype(leaf.dtype).name}
-    sharding = getattr(leaf, "sharding", None)
+    if not hasattr(leaf, "sharding"):
+        # A shape and a dtype, of no library that places arrays: NumPy's own.
+        return TargetRecord(shape=shape, value_type="np.ndarray", **described)
+    sharding = leaf.sharding
     if not isinstance(sharding, jax.sharding.Sharding):
         return TargetRecord(shape=shape, **described)
+    asked = describe_sharding(sharding, recorder)
     return TargetRecord(
-        shape=shape, committed=getattr(leaf, "committed", None), **described, **describe_sharding(sharding, recorder)
+        shape=shape,
+        committed=getattr(leaf, "committed", None),
+        sharding=asked.sharding,
+        concrete=asked.concrete,
+        **described,
     )
 
 
-def describe_sharding(sharding: jax.sharding.Sharding, recorder: LeafRecorder) -> dict[str, Any]:
-    """The fields `sharding` and `concrete` of a `TargetRecord`. An empty abstract mesh counts as no sharding."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSharding:
+    """A sharding that a caller names.
+
+    Attributes:
+        sharding: Its record; None where it has none, or means none.
+        concrete: Whether it is on devices.
+    """
+
+    sharding: ShardingRecord | None = None
+    concrete: bool = False
+
+
+def describe_sharding(sharding: jax.sharding.Sharding, recorder: LeafRecorder | None = None) -> AskedSharding:
+    """What a sharding that a caller names asks for. An empty abstract mesh counts as no sharding.
+
+    Raises:
+        Unrecordable: It is on an abstract mesh, and says something that has no record.
+    """
     mesh = getattr(sharding, "mesh", None)
     concrete = not isinstance(mesh, AbstractMesh)
     if isinstance(mesh, AbstractMesh) and mesh.empty:
-        return {}
+        return AskedSharding()
     try:
-        return {"sharding": recorder.sharding(sharding), "concrete": concrete}
+        return AskedSharding(sharding=(recorder or LeafRecorder()).sharding(sharding), concrete=concrete)
     except Unrecordable:
         if not concrete:
             raise
-        return {"concrete": True}
+        return AskedSharding(concrete=True)
+
+
+def _has_value(leaf: Any) -> bool:
+    """Whether a leaf of a target has a value of its own."""
+    if isinstance(leaf, jax.Array):
+        return not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
+    return leaf is ... or isinstance(leaf, np.ndarray | np.generic | str | bytes) or type(leaf) in PYTHON_SCALARS
 
 
 def _is_orbax_metadata(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
 from orbax_explicit._policy import Cast
 from orbax_explicit._records import (
@@ -32,6 +33,9 @@ class TargetRecord:
         concrete: Whether it names a concrete sharding, perhaps of a kind that has no record.
         committed: Whether a `jax.Array` is committed; None where it is not one, and cannot say.
         value_type: The type of host value it is; None for an array.
+        keepable: Whether it has a value of its own, which is not abstract or deleted.
+        placeholder: Whether it asks that nothing be read: `ocp.PLACEHOLDER`.
+        odd: Why it cannot be asked for at all, and what to do; None where it can.
     """
 
     shape: tuple[int, ...] | None = None
@@ -41,6 +45,9 @@ class TargetRecord:
     concrete: bool = False
     committed: bool | None = None
     value_type: ValueType | None = None
+    keepable: bool = False
+    placeholder: bool = False
+    odd: tuple[str, str] | None = None
 
     @property
     def type_text(self) -> str:
@@ -77,42 +84,27 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
     if not target.type_text:
         return Fit()
     saved_impl = recorded.prng.impl if isinstance(recorded, ArrayRecord) and recorded.prng else None
-    shape_problem = _shape_problem(recorded.shape, target.shape if target.value_type is None else _shape_of(target))
+    shape_problem = _shape_problem(recorded, target.shape if target.value_type is None else _shape_of(target))
     if (
         saved_impl != target.prng_impl
         or (saved_impl is not None and target.value_type is not None)
         or _is_text(recorded) != (target.value_type == "str")
         or (target.value_type == "bytes") > _is_bytes(recorded)
     ):
-        problem = Problem(
-            could_not=f"cannot restore {recorded.dtype_text} as {target.type_text}",
-            fix="give the target's leaf the saved PRNG implementation" if saved_impl else _TYPE_FIX,
-        )
-        return Fit(problems=(problem,))
+        return Fit(problems=(_refusals.type_is_other(recorded, target.type_text, is_prng=saved_impl is not None),))
     if target.value_type in _PYTHON_KINDS:
         if shape_problem is not None:
             return Fit(problems=(shape_problem,))
         if cast != "unsafe" and dtype_kind(recorded.dtype) not in _PYTHON_KINDS[target.value_type]:
-            problem = Problem(
-                could_not=f"cannot restore {recorded.dtype_text} as {target.type_text} under cast={cast!r}",
-                fix=f"{_TYPE_FIX}, or cast='unsafe' in the policy",
-            )
-            return Fit(problems=(problem,))
+            return Fit(problems=(_refusals.scalar_is_of_another_kind(recorded, target.type_text, cast),))
         return Fit()
     problems = [shape_problem] if shape_problem is not None and strict else []
     if saved_impl is not None or target.dtype in (None, recorded.dtype):
         return Fit(problems=tuple(problems))
     if cast == "never" or (cast == "same_kind" and not _is_harmless(recorded.dtype, str(target.dtype))):
-        problems.append(
-            Problem(
-                could_not=f"cannot cast {recorded.dtype} to {target.dtype} under cast={cast!r}",
-                fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
-            )
-        )
+        problems.append(_refusals.cast_is_not_allowed(recorded, str(target.dtype), cast))
     return Fit(dtype=target.dtype, problems=tuple(problems))
 
-
-_TYPE_FIX = "give the target a leaf of the saved type"
 
 _PYTHON_KINDS: Mapping[ValueType | None, frozenset[str]] = {
     "int": frozenset({"int", "uint"}),
@@ -150,9 +142,5 @@ def _shape_of(target: TargetRecord) -> tuple[int, ...] | None:
     return () if target.value_type in _PYTHON_KINDS else target.shape
 
 
-def _shape_problem(saved: tuple[int, ...], wanted: tuple[int, ...] | None) -> Problem | None:
-    if wanted is None or wanted == saved:
-        return None
-    return Problem(
-        could_not=f"cannot restore shape {saved} into shape {wanted}", fix="give the target's leaf the saved shape"
-    )
+def _shape_problem(recorded: LeafRecord, wanted: tuple[int, ...] | None) -> Problem | None:
+    return None if wanted is None or wanted == recorded.shape else _refusals.shape_is_other(recorded, wanted)

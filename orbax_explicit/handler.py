@@ -31,7 +31,7 @@ from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._errors import FormatError, Problem, SaveRefusedError
-from orbax_explicit._plan import AsTarget, OnHost, Outcome
+from orbax_explicit._outcomes import AsTarget, Kept, OnHost, Outcome
 from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, path_names, path_text
 from orbax_explicit._restoring import BoundPlan, bind_restore
@@ -187,7 +187,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         )
         values = self._read(directory, manifest, bound, args)
         if bound.target is None:
-            return rebuild_tree(manifest.tree, values.__getitem__)
+            assert bound.plan.tree is not None
+            return rebuild_tree(bound.plan.tree, values.__getitem__)
         return bound.target.treedef.unflatten([values[path] for path in bound.target.leaves])
 
     def metadata(self, directory: epath.Path) -> Any:
@@ -205,16 +206,49 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
     def _read(
         self, directory: epath.Path, manifest: Manifest, bound: BoundPlan, args: ExplicitRestore
     ) -> dict[LeafPath, Any]:
-        """Reads every leaf of the plan, by its path in the result."""
-        by_source = {outcome.source: outcome for outcome in bound.plan.outcomes}
-        restore_args = storage_tree(manifest.tree, lambda path: _restore_args(by_source[path], bound, args))
-        stored = self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+        """The leaves of the result by their paths: those that the target keeps, and what is read of the others."""
+        values: dict[LeafPath, Any] = {}
+        unread: dict[LeafPath, list[Outcome]] = {}
+        for outcome in bound.plan.outcomes:
+            if isinstance(outcome.placement, Kept):
+                assert bound.target is not None
+                values[outcome.path] = bound.target.leaves[outcome.path]
+            else:
+                assert outcome.source is not None
+                unread.setdefault(outcome.source, []).append(outcome)
+        # Once, unless the policy gives one saved leaf to several of the result.
+        while unread:
+            reading = {source: outcomes.pop() for source, outcomes in unread.items()}
+            unread = {source: outcomes for source, outcomes in unread.items() if outcomes}
+            values.update(self._read_once(directory, manifest, bound, args, reading))
+        return values
+
+    def _read_once(
+        self,
+        directory: epath.Path,
+        manifest: Manifest,
+        bound: BoundPlan,
+        args: ExplicitRestore,
+        reading: Mapping[LeafPath, Outcome],
+    ) -> dict[LeafPath, Any]:
+        """Reads each of these saved leaves, and no other."""
+
+        def restore_args(path: LeafPath) -> ocp.RestoreArgs:
+            return _restore_args(reading[path], bound, args) if path in reading else ocp.RestoreArgs()
+
+        item = None
+        if len(reading) < len(manifest.leaves):
+            item = storage_tree(manifest.tree, lambda path: 0 if path in reading else ocp.PLACEHOLDER)
+        stored = self._trees.restore(
+            directory,
+            args=ocp.args.PyTreeRestore(item=item, restore_args=storage_tree(manifest.tree, restore_args)),
+        )
         flat, _ = jax.tree_util.tree_flatten_with_path(stored)
         by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
-        read = {outcome.path: by_name[path_names(outcome.source)] for outcome in bound.plan.outcomes}
+        read = {outcome.path: by_name[path_names(source)] for source, outcome in reading.items()}
         if args.strict:
-            _check_against_record(read, bound.plan.outcomes)
-        return {outcome.path: _finished(read[outcome.path], outcome) for outcome in bound.plan.outcomes}
+            _check_against_record(read, reading.values())
+        return {outcome.path: _finished(read[outcome.path], outcome) for outcome in reading.values()}
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
@@ -243,7 +277,8 @@ class ExplicitRestore(ocp.args.CheckpointArgs):
         mesh: The mesh to place recorded specs on; None for the recorded one.
         policy: The choices for this restore; None for the handler's.
         strict: Whether a target's shape must be the saved one; otherwise Orbax truncates or pads.
-        fallback_sharding: The sharding of arrays whose recorded mesh does not fit, as in `StandardRestore`.
+        fallback_sharding: The sharding of arrays whose recorded mesh does not fit as it is, as in `StandardRestore`;
+            None to resize such a mesh, as the policy says.
         support_layout: Whether to restore with the on-device layouts of the target's leaves, as in `StandardRestore`.
     """
 
@@ -344,8 +379,8 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
         return ocp.RestoreArgs() if is_text else ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     shape = None
     if bound.target is not None and not args.strict:
-        shape = bound.target.records[outcome.path].shape
-        if shape is not None and isinstance(outcome.recorded, ArrayRecord) and outcome.recorded.prng is not None:
+        shape = outcome.shape
+        if isinstance(outcome.recorded, ArrayRecord) and outcome.recorded.prng is not None:
             shape += outcome.recorded.prng.key_shape
     if bound.target is not None and args.support_layout and isinstance(outcome.placement, AsTarget):
         sharding = getattr(bound.target.leaves[outcome.path], "format", None) or sharding
@@ -385,7 +420,7 @@ def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outco
     wrong = []
     for outcome in outcomes:
         recorded, value = outcome.recorded, read[outcome.path]
-        if not isinstance(value, jax.Array | np.ndarray):
+        if recorded is None or not isinstance(value, jax.Array | np.ndarray):
             continue
         dtype = outcome.dtype or recorded.dtype
         is_keys = isinstance(recorded, ArrayRecord) and recorded.prng is not None

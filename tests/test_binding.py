@@ -19,6 +19,7 @@ import orbax_explicit as oxe
 from orbax_explicit._binding import Present, UncommittedSharding, bind_plan, read_present
 from orbax_explicit._capture import record_inventory
 from orbax_explicit._leaf_capture import LeafRecorder
+from orbax_explicit._outcomes import AsFallback
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._records import (
@@ -215,7 +216,7 @@ def bound(
         present.inventory,
         mesh=recorder.mesh(mesh) if mesh is not None else None,
         context=recorder.mesh(present.context) if present.context is not None else None,
-        has_fallback=fallback is not None,
+        fallback=AsFallback() if fallback is not None else None,
     )
     assert plan.refused == ()
     shardings = bind_plan(plan, present, mesh=mesh, target=captured, fallback=fallback)

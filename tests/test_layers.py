@@ -20,7 +20,7 @@ PACKAGE = "orbax_explicit"
 # A name that ends in a slash is a directory: every file below it is on that floor.
 FLOORS: dict[int, tuple[str, ...]] = {
     # Vocabulary: the standard library only.
-    0: ("_errors", "_records", "_policy", "_plan"),
+    0: ("_errors", "_records", "_policy", "_outcomes", "_report", "_plan"),
     # Pure: neither JAX nor Orbax.
     1: (
         "_wire",
@@ -28,7 +28,10 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_wire_stream",
         "_wire_encoding",
         "_wire_decoding",
+        "_refusals",
         "_targets",
+        "_matching",
+        "_topology",
         "_mesh_planning",
         "_planning",
         "_containers",

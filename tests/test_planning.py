@@ -22,13 +22,16 @@ from trees import path
 from orbax_explicit import MeshMismatchError, RestorePlan, RestorePolicy, RestoreRefusedError
 from orbax_explicit._errors import Problem
 from orbax_explicit._mesh_planning import same_axes
-from orbax_explicit._plan import (
+from orbax_explicit._outcomes import (
+    MESH_SOURCES,
+    MeshSource,
     RULES,
     AsFallback,
     AsTarget,
     OnDevice,
     OnHost,
     OnMesh,
+    NotPlaced,
     Outcome,
     PlannedMesh,
     Uncommitted,
@@ -53,6 +56,7 @@ from orbax_explicit._records import (
     ValueRecord,
     path_text,
 )
+from orbax_explicit._topology import first_devices
 from orbax_explicit.testing import fake_inventory
 
 HERE = fake_inventory(8)
@@ -123,11 +127,24 @@ def only(plan: RestorePlan) -> Outcome:
     return outcome
 
 
+def placed(plan: RestorePlan) -> list[Outcome]:
+    """The outcomes of a plan that are not refused."""
+    return [outcome for outcome in plan.outcomes if not isinstance(outcome.placement, NotPlaced)]
+
+
 def refused(plan: RestorePlan) -> Problem:
     """The one problem of a plan that places nothing."""
-    assert plan.outcomes == ()
+    assert placed(plan) == []
     (problem,) = plan.refused
     return problem
+
+
+def planned(
+    mesh: MeshRecord, source: MeshSource, recorded: MeshRecord | None = None, present: Inventory = HERE
+) -> PlannedMesh:
+    """A planned mesh; one that `jax.make_mesh` arranges is on the first devices of each process."""
+    devices = first_devices(present, mesh.size) or ()
+    return PlannedMesh(mesh=mesh, source=source, recorded=recorded, device_ids=devices)
 
 
 def wanted(sharding: ShardingRecord | None = None, **fields: Any) -> TargetRecord:
@@ -256,7 +273,9 @@ def test_an_abstract_target_mesh_is_made_concrete_on(options, axes, ids, source)
     outcome = plan.by_path[path("w")]
     assert outcome.rule == "target's abstract mesh"
     assert outcome.placement == OnMesh(
-        mesh=PlannedMesh(mesh=dataclasses.replace(axes, device_ids=ids, platform="cpu"), source=source, recorded=None),
+        mesh=planned(
+            dataclasses.replace(axes, device_ids=ids, platform="cpu"), source, present=options.get("present", HERE)
+        ),
         spec=SpecRecord(partitions=(None, "d")),
         memory_kind="pinned_host",
     )
@@ -358,7 +377,7 @@ def test_a_mesh_that_was_passed_takes_the_recorded_spec(given_mesh):
     outcome = only(plan_of(mesh=given_mesh, context=mesh_of({"z": 8}), policy=RestorePolicy(axis_types="auto")))
     assert outcome.rule == "recorded"
     assert outcome.placement == OnMesh(
-        mesh=PlannedMesh(mesh=given_mesh, source="given", recorded=MESH),
+        mesh=planned(mesh=given_mesh, source="given", recorded=MESH),
         spec=SpecRecord(partitions=("d", "m")),
         memory_kind="device",
     )
@@ -396,7 +415,7 @@ def test_a_mesh_that_was_passed_without_the_recorded_axes_is_refused():
 def test_a_context_mesh_takes_the_recorded_spec(context, policy):
     """It has the recorded axis names and types."""
     outcome = only(plan_of(context=context, policy=policy))
-    assert outcome.placement.mesh == PlannedMesh(mesh=context, source="context", recorded=MESH)
+    assert outcome.placement.mesh == planned(mesh=context, source="context", recorded=MESH)
     assert outcome.placement.spec == SpecRecord(partitions=("d", "m"))
 
 
@@ -477,7 +496,7 @@ def test_a_leaf_that_a_target_gives_no_sharding_lands_on(sharding, concrete, mes
     assert plan.refused == ()
     count = plan.by_path[path("count")]
     assert count.rule == "recorded"
-    assert count.placement.mesh == PlannedMesh(mesh=mesh, source=source, recorded=MESH)
+    assert count.placement.mesh == planned(mesh=mesh, source=source, recorded=MESH)
 
 
 TURNED, ROTATED = mesh_of(ids=range(7, -1, -1)), mesh_of(ids=(*range(1, 8), 0))
@@ -501,7 +520,7 @@ def test_of_several_target_meshes(first, second, taken, source):
         "w": wanted(on(second), concrete=True),
     }
     placement = plan_of(saved, targets).by_path[path("count")].placement
-    assert placement.mesh == PlannedMesh(mesh=taken, source=source, recorded=MESH)
+    assert placement.mesh == planned(mesh=taken, source=source, recorded=MESH)
 
 
 # 3a and 3b. The recorded mesh, rebuilt.
@@ -576,8 +595,8 @@ def test_a_recorded_mesh_is_rebuilt_on(recorded, saved_on, present, ids, source)
     """The same names, sizes and types."""
     saved = manifest_of({"w": array(on(recorded, "d", "m"))}, saved_on)
     placed = dataclasses.replace(recorded, device_ids=ids, platform="cpu")
-    assert only(plan_of(saved, present=present)).placement.mesh == PlannedMesh(
-        mesh=placed, source=source, recorded=recorded
+    assert only(plan_of(saved, present=present)).placement.mesh == planned(
+        mesh=placed, source=source, recorded=recorded, present=present
     )
 
 
@@ -596,7 +615,7 @@ def test_a_recorded_mesh_without_devices(sizes, fits):
     plan = plan_of(manifest_of({"w": array(on(recorded, "d"))}))
     if fits:
         placed = dataclasses.replace(recorded, platform="cpu")
-        assert only(plan).placement.mesh == PlannedMesh(mesh=placed, source="new", recorded=recorded)
+        assert only(plan).placement.mesh == planned(mesh=placed, source="new", recorded=recorded)
     else:
         assert refused(plan).could_not == "cannot rebuild mesh (d=2 explicit, m=2 explicit) on 8 devices"
 
@@ -620,7 +639,7 @@ def test_arrays_of_one_recorded_mesh_land_on_one_planned_mesh():
 def test_a_policy_retypes_the_recorded_mesh(choice, types):
     """Devices and specs stay."""
     placement = only(plan_of(policy=RestorePolicy(axis_types=choice))).placement
-    assert placement.mesh == PlannedMesh(mesh=mesh_of(types=types), source="recorded devices", recorded=MESH)
+    assert placement.mesh == planned(mesh=mesh_of(types=types), source="recorded devices", recorded=MESH)
     assert placement.spec == SpecRecord(partitions=("d", "m"))
 
 
@@ -688,13 +707,13 @@ def test_a_fallback_sharding_takes_what_does_not_fit():
     """And the plan says why; what fits stays on its mesh."""
     half = mesh_of(HALF)
     saved = manifest_of({"a": array(on(MESH, "d")), "b": array(SingleDeviceRecord(device_id=0))})
-    plan = plan_of(saved, present=fake_inventory(4), has_fallback=True)
+    plan = plan_of(saved, present=fake_inventory(4), fallback=AsFallback())
     assert plan.refused == ()
     assert plan.by_path[path("a")].placement == AsFallback()
     assert plan.by_path[path("a")].rule == "fallback"
     assert plan.by_path[path("a")].notes == ("cannot rebuild mesh (d=2 explicit, m=4 explicit) on 4 devices",)
     assert plan.by_path[path("b")].rule == "one device"
-    fitting = plan_of(manifest_of({"a": array(on(half, "d"))}), has_fallback=True)
+    fitting = plan_of(manifest_of({"a": array(on(half, "d"))}), fallback=AsFallback())
     assert only(fitting).rule == "recorded"
 
 
@@ -827,7 +846,7 @@ def test_a_numpy_leaf_goes_where_an_abstract_target_says():
     """A checkpoint of NumPy arrays can be restored onto a mesh."""
     saved = manifest_of({"w": ValueRecord(type="np.ndarray", dtype="float32", shape=(8, 8))})
     placement = only(plan_of(saved, {"w": wanted(on(abstract(MESH), "d"))})).placement
-    assert placement.mesh == PlannedMesh(mesh=dataclasses.replace(MESH, device_ids=None), source="new")
+    assert placement.mesh == planned(mesh=dataclasses.replace(MESH, device_ids=None), source="new")
 
 
 # Memory kinds.
@@ -1276,7 +1295,7 @@ def test_a_note_of_many_leaves_names_the_first_three():
 
 def test_every_rule_and_every_source_of_a_mesh_has_a_text():
     """A plan can always be printed."""
-    mesh = PlannedMesh(mesh=MESH, source="given")
+    mesh = planned(mesh=MESH, source="given")
     leaf = array(None)
     for rule in RULES:
         outcome = Outcome(path=path("w"), source=path("w"), recorded=leaf, placement=AsFallback(), rule=rule)
@@ -1417,7 +1436,7 @@ def restores(draw: st.DrawFn) -> dict[str, Any]:
         "mesh": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
         "context": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
         "strict": draw(st.booleans()),
-        "has_fallback": draw(st.booleans()),
+        "fallback": draw(st.sampled_from([None, AsFallback()])),
     }
 
 
@@ -1489,7 +1508,7 @@ def test_a_plan_on_unchanged_devices_changes_nothing(manifest):
             )
         else:
             assert outcome.placement == OnMesh(
-                mesh=PlannedMesh(mesh=sharding.mesh, source="recorded devices", recorded=sharding.mesh),
+                mesh=planned(mesh=sharding.mesh, source="recorded devices", recorded=sharding.mesh),
                 spec=sharding.spec,
                 memory_kind=sharding.memory_kind or default,
             )

@@ -1,0 +1,371 @@
+"""Every reason why a restore is refused, in words: one function, one `Problem`.
+
+Each says what could not be done, what was recorded, what is present and what to do; which leaves are affected is added
+where the plan is put together. `tests/golden/refusals` shows each of them as a caller sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from orbax_explicit._errors import Problem
+from orbax_explicit._policy import Cast, LeafNames, SpecRule
+from orbax_explicit._records import (
+    ArrayRecord,
+    Inventory,
+    LeafRecord,
+    MeshRecord,
+    SpecRecord,
+    plural,
+)
+from orbax_explicit._topology import Room
+
+# Meshes.
+
+
+def target_mesh_is_too_large(wanted: MeshRecord, present: Inventory) -> Problem:
+    """An abstract mesh of the target has more devices than the machine."""
+    return Problem(
+        could_not=f"cannot resolve the target's mesh {wanted}: it has {plural(wanted.size, 'device')}",
+        present=str(present),
+        fix=f"give the target a mesh of at most {plural(present.device_count, 'device')}",
+        about="mesh",
+    )
+
+
+def target_mesh_is_not_shared_equally(wanted: MeshRecord, present: Inventory) -> Problem:
+    """An abstract mesh of the target would not have equally many devices of each process."""
+    return Problem(
+        could_not=f"cannot resolve the target's mesh {wanted}: each process must contribute equally many devices",
+        present=str(present),
+        fix=f"give the target a mesh whose size {present.process_count} divides, or pass mesh=",
+        about="mesh",
+    )
+
+
+def target_mesh_is_contradicted(wanted: MeshRecord, at_hand: MeshRecord, name: str, *, is_context: bool) -> Problem:
+    """A mesh that was passed, or that of `jax.set_mesh`, is not the one that the target names."""
+    return Problem(
+        could_not=f"cannot resolve the target's mesh {wanted} on {name} {at_hand}",
+        present=f"{name} is {at_hand}",
+        fix="make the two agree in axis names, sizes and types"
+        + (", pass mesh=, or restore outside jax.set_mesh" if is_context else ""),
+        about="mesh",
+    )
+
+
+def mesh_lacks_axes(spec: SpecRecord, missing: Sequence[str], mesh: MeshRecord, recorded: MeshRecord) -> Problem:
+    """A mesh that was passed lacks axes of a recorded spec."""
+    return Problem(
+        could_not=f"cannot place the recorded {spec}: the mesh that was passed lacks {list(missing)}",
+        recorded=f"mesh {recorded}",
+        present=f"mesh {mesh}",
+        fix="pass a mesh that has these axes, say in rename_axes what they are called there (None drops one), or give "
+        "specs by rules",
+        about="mesh",
+    )
+
+
+def context_mesh_is_other(recorded: MeshRecord, wanted: MeshRecord, context: MeshRecord) -> Problem:
+    """The mesh of `jax.set_mesh` lacks the axes of a recorded one, or types them otherwise than it is to be rebuilt."""
+    what, retype = f"a recorded mesh {recorded}", ""
+    if wanted != recorded:
+        what += f", {wanted} by the policy,"
+    elif set(recorded.axis_names) <= set(context.axis_names):
+        retype = ", axis_types= in the policy to retype the recorded axes"
+    else:
+        retype = ", rename_axes= in the policy to say what the recorded axes are called there"
+    return Problem(
+        could_not=f"cannot place {what} on the mesh of jax.set_mesh {context}",
+        recorded=f"mesh {recorded}",
+        present=f"the mesh of jax.set_mesh is {context}",
+        fix=f"pass mesh= to place the recorded specs on a mesh of your own{retype}, or restore outside jax.set_mesh",
+        about="mesh",
+    )
+
+
+def mesh_does_not_fit(mesh: MeshRecord, saved: Inventory | None, present: Inventory) -> Problem:
+    """A recorded mesh does not fit the present devices, and the policy allows no other sizes."""
+    return Problem(
+        could_not=f"cannot rebuild mesh {mesh} on {plural(present.device_count, 'device')}",
+        recorded=_saved_on(mesh, saved),
+        present=str(present),
+        fix="topology='adapt' in the policy resizes it; or pass mesh= with the axes " + ", ".join(mesh.axis_names),
+        about="mesh",
+    )
+
+
+def mesh_cannot_be_resized(
+    mesh: MeshRecord, saved: Inventory | None, present: Inventory, resize: Sequence[str], room: Room
+) -> Problem:
+    """No sizes of a recorded mesh fit the present devices by the rule of `_topology`."""
+    why = f"to {plural(room.devices, 'device')}"
+    if room.processes > 1:
+        why += f", equally many of each of {plural(room.processes, 'process')}"
+    limit = f", with resize={tuple(resize)}" if resize else ""
+    widen = "more axes in resize, or " if resize else ""
+    return Problem(
+        could_not=f"cannot resize mesh {mesh} {why}{limit}, so that it divides every dimension that it splits",
+        recorded=_saved_on(mesh, saved),
+        present=str(present),
+        fix=f"{widen}pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices",
+        about="mesh",
+    )
+
+
+def _saved_on(mesh: MeshRecord, saved: Inventory | None) -> str:
+    where = str(saved) if saved is not None else "not which devices"
+    return (
+        f"mesh {mesh} of {plural(mesh.size, 'device')}; saved on {where}"
+        if saved is not None
+        else f"mesh {mesh}; {where}"
+    )
+
+
+# The policy.
+
+
+def policy_names_unknown_axes(field: str, unknown: Sequence[str], recorded: Iterable[str]) -> Problem:
+    """A field of the policy names mesh axes that no recorded mesh has: a misspelt one would change nothing, silently."""
+    return Problem(
+        could_not=f"cannot follow {field}: no recorded mesh has the axes {list(unknown)}",
+        recorded=f"mesh axes {sorted(recorded)}",
+        fix=f"name recorded axes in {field}",
+    )
+
+
+def policy_gives_two_axes_one_name(mesh: MeshRecord, names: Sequence[str]) -> Problem:
+    """Renamed axes of a recorded mesh would have the name of another one."""
+    return Problem(
+        could_not=f"cannot rename the axes of mesh {mesh}: two of them would be called {list(names)}",
+        recorded=f"mesh {mesh}",
+        fix="give each axis a name of its own in rename_axes",
+        about="mesh",
+    )
+
+
+def renamed_leaf_is_not_saved(result: LeafNames, source: LeafNames) -> Problem:
+    """`rename_leaves` reads from a path that the checkpoint lacks."""
+    return Problem(
+        could_not=f"cannot read {_path(result)} from {_path(source)}: the checkpoint has no leaf there",
+        fix="name a path in the checkpoint in rename_leaves; print(read_manifest(path)) lists them",
+    )
+
+
+def renamed_leaf_is_not_wanted(result: LeafNames, source: LeafNames) -> Problem:
+    """`rename_leaves` names a path that the target lacks."""
+    return Problem(
+        could_not=f"cannot restore {_path(source)} as {_path(result)}: the target has no leaf there",
+        fix="name a path in the target in rename_leaves",
+    )
+
+
+def leaf_cannot_be_moved(result: LeafNames, source: LeafNames, why: str) -> Problem:
+    """Without a target, `rename_leaves` asks for a place where nothing can be put."""
+    return Problem(
+        could_not=f"cannot move {_path(source)} to {_path(result)} in the recorded tree: {why}",
+        fix="restore into a target that has the structure you want",
+    )
+
+
+def numpy_is_not_on_a_mesh(mesh: MeshRecord) -> Problem:
+    """`arrays="numpy"` and `mesh=` together."""
+    return Problem(
+        could_not="cannot place arrays on a mesh and restore them as NumPy",
+        present=f"mesh= is {mesh}, and the policy has arrays='numpy'",
+        fix="leave out one of them",
+    )
+
+
+def memory_kind_is_not_here(kind: str, whose: str, present: Inventory) -> Problem:
+    """The platform lacks a memory kind that was asked for."""
+    return Problem(
+        could_not=f"cannot restore into {kind!r}, {whose}",
+        present=f"{present.platform} devices with {', '.join(present.memory_kinds)}",
+        fix="name one of these, or leave it out for the default",
+    )
+
+
+def rule_has_no_mesh(rule: SpecRule, meshes: int) -> Problem:
+    """A spec by name, and no mesh to place it on, or several."""
+    return Problem(
+        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: there is no one mesh to place it on",
+        recorded=plural(meshes, "mesh") if meshes else "no mesh",
+        fix="pass mesh=, or restore under jax.set_mesh",
+        about="mesh",
+    )
+
+
+def rule_names_unknown_axes(rule: SpecRule, missing: Sequence[str], mesh: MeshRecord) -> Problem:
+    """A spec by name has axes that the mesh lacks."""
+    return Problem(
+        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: the mesh lacks {list(missing)}",
+        present=f"mesh {mesh}",
+        fix="name axes of the mesh in rules, or pass a mesh that has these",
+        about="mesh",
+    )
+
+
+# Leaves on one side alone.
+
+
+def leaves_are_extra() -> Problem:
+    """Saved leaves that the target lacks."""
+    return Problem(
+        could_not="cannot leave out saved leaves that the target lacks",
+        present="the target lacks them",
+        fix="extra='ignore' in the policy reads the others alone; or give the target a leaf for each",
+    )
+
+
+def leaves_are_missing() -> Problem:
+    """Leaves of the target that the checkpoint lacks."""
+    return Problem(
+        could_not="cannot restore leaves of the target that the checkpoint lacks",
+        recorded="nothing under these names",
+        fix="missing='keep' in the policy keeps the target's own values, rename_leaves says where else they are saved; or "
+        "take them off the target",
+    )
+
+
+def leaves_have_no_value() -> Problem:
+    """Leaves that the checkpoint lacks, and of which an abstract target has no value to keep."""
+    return Problem(
+        could_not="cannot keep the target's value of leaves that are abstract, and that the checkpoint lacks",
+        recorded="nothing under these names",
+        present="a shape and a dtype alone, or an array that was deleted",
+        fix="give the target real values for these leaves, or say in rename_leaves where they are saved",
+    )
+
+
+# What a leaf is.
+
+
+def leaf_cannot_be_asked_for(reason: str, fix: str) -> Problem:
+    """A leaf of the target says something that has no record."""
+    return Problem(could_not=reason, fix=fix)
+
+
+def type_is_other(recorded: LeafRecord, wanted: str, *, is_prng: bool) -> Problem:
+    """Text, bytes and PRNG keys come back as nothing else."""
+    return Problem(
+        could_not=f"cannot restore {recorded.dtype_text} as {wanted}",
+        recorded=_leaf(recorded),
+        present=f"the target asks for {wanted}",
+        fix="give the target's leaf the saved PRNG implementation" if is_prng else _TYPE_FIX,
+    )
+
+
+def scalar_is_of_another_kind(recorded: LeafRecord, wanted: str, cast: Cast) -> Problem:
+    """A Python scalar of another kind than was saved."""
+    return Problem(
+        could_not=f"cannot restore {recorded.dtype_text} as {wanted} with cast={cast!r}",
+        recorded=_leaf(recorded),
+        present=f"the target asks for {wanted}",
+        fix=f"{_TYPE_FIX}, or cast='unsafe' in the policy",
+    )
+
+
+def cast_is_not_allowed(recorded: LeafRecord, wanted: str, cast: Cast) -> Problem:
+    """A dtype that the policy does not cast the saved one to."""
+    return Problem(
+        could_not=f"cannot cast {recorded.dtype} to {wanted} with cast={cast!r}",
+        recorded=_leaf(recorded),
+        present=f"the target asks for {wanted}",
+        fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
+    )
+
+
+def shape_is_other(recorded: LeafRecord, wanted: tuple[int, ...]) -> Problem:
+    """A shape that is not the saved one."""
+    return Problem(
+        could_not=f"cannot restore shape {recorded.shape} into shape {wanted}",
+        recorded=_leaf(recorded),
+        present=f"the target asks for shape {wanted}",
+        fix="give the target's leaf the saved shape",
+    )
+
+
+def dtype_needs_x64(dtype: str) -> Problem:
+    """A 64-bit dtype that no `jax.Array` can have here."""
+    return Problem(
+        could_not=f"cannot hold {dtype} in a jax.Array",
+        recorded=dtype,
+        present="jax_enable_x64 is off",
+        fix="switch jax_enable_x64 on, or restore into a target of 32 bits",
+    )
+
+
+_TYPE_FIX = "give the target a leaf of the saved type"
+
+# Specs.
+
+
+def axes_are_manual(mesh: MeshRecord) -> Problem:
+    """A mesh on which nothing can be placed from outside."""
+    return Problem(
+        could_not=f"cannot place an array on {mesh}: manual axes exist within jax.shard_map alone",
+        present=f"mesh {mesh}",
+        fix="give the target a mesh with explicit or auto axes",
+    )
+
+
+def spec_is_unreduced(spec: SpecRecord) -> Problem:
+    """A target asks for a pending reduction."""
+    return Problem(
+        could_not=f"cannot restore into a sharding with pending reductions, {spec}",
+        present=f"the target asks for {spec}",
+        fix="give the target's leaf a spec without unreduced axes",
+    )
+
+
+def reduced_axes_are_not_explicit(spec: SpecRecord, mesh: MeshRecord) -> Problem:
+    """Reduced axes that would not be explicit."""
+    return Problem(
+        could_not=f"cannot place {spec} on {mesh}: reduced axes must be explicit",
+        present=f"mesh {mesh}",
+        fix="keep these axes explicit, or give the target's leaf another spec",
+    )
+
+
+def open_dimension_needs_auto(spec: SpecRecord, mesh: MeshRecord) -> Problem:
+    """An unconstrained dimension on a mesh without an auto axis."""
+    return Problem(
+        could_not=f"cannot place {spec} on {mesh}: an unconstrained dimension takes an auto axis",
+        present=f"mesh {mesh}",
+        fix="keep an axis auto, or give the target's leaf another spec",
+    )
+
+
+def spec_is_too_long(spec: SpecRecord, shape: tuple[int, ...]) -> Problem:
+    """A spec with more entries than the array has dimensions."""
+    return Problem(
+        could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {spec}",
+        recorded=f"shape {shape}",
+        present=f"{spec} is asked for",
+        fix="use a spec that is no longer than the shape",
+    )
+
+
+def dimension_is_indivisible(
+    spec: SpecRecord, shape: tuple[int, ...], dimension: int, shards: int, mesh: MeshRecord, *, by_target: bool
+) -> Problem:
+    """A mesh does not divide a dimension that a spec splits."""
+    return Problem(
+        could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by {spec}",
+        recorded=f"shape {shape}",
+        present=f"mesh {mesh}",
+        fix="give the target's leaf another spec, or a mesh whose axes divide the dimension"
+        if by_target
+        else "indivisible='replicate' in the policy makes it whole along the dimension; or pass a mesh whose axes divide "
+        "it",
+    )
+
+
+def _leaf(recorded: LeafRecord) -> str:
+    what = f"{recorded.dtype_text}[{','.join(map(str, recorded.shape))}]" if recorded.shape else recorded.dtype_text
+    return what if isinstance(recorded, ArrayRecord) else f"{what}, a value on the host"
+
+
+def _path(names: LeafNames) -> str:
+    return "/".join(names)
