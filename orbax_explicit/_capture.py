@@ -17,7 +17,7 @@ import jax
 
 from orbax_explicit._containers import tree_of_paths
 from orbax_explicit._errors import Problem, SaveRefusedError
-from orbax_explicit._leaf_capture import LeafRecorder, Unrecordable, check_name
+from orbax_explicit._leaf_capture import LeafRecorder, Unrecordable, check_name, reduce_pending
 from orbax_explicit._records import (
     ContainerRecord,
     Inventory,
@@ -59,16 +59,21 @@ class CapturedTree:
 
 
 def record_tree(
-    tree: PyTree, save_dtypes: Mapping[tuple[str, ...], Any] | None = None, *, in_directories: bool = False
+    tree: PyTree,
+    save_dtypes: Mapping[tuple[str, ...], Any] | None = None,
+    *,
+    in_directories: bool = False,
+    reduce: bool = False,
 ) -> CapturedTree:
     """Records a tree that is about to be saved.
 
-    Called by every process; each records the same.
+    Called by every process; each records the same. With `reduce` it is collective.
 
     Args:
         tree: Any PyTree of the leaves that are allowed.
         save_dtypes: The dtype to store a leaf in, by the text of its keys, for leaves that are cast while they are saved.
         in_directories: Whether Orbax will store each array in a directory of its name, rather than in OCDBT.
+        reduce: Whether pending reductions are made, rather than refused.
 
     Returns:
         The manifest, and the leaves by path.
@@ -76,7 +81,7 @@ def record_tree(
     Raises:
         SaveRefusedError: A leaf or a container could not come back as it is. Lists all of them.
     """
-    walk = _Walk(save_dtypes or {})
+    walk = _Walk(save_dtypes or {}, reduce=reduce)
     root = walk.record(tree, ())
     if not walk.refused:
         if not isinstance(root, ContainerRecord):
@@ -129,8 +134,9 @@ _RESERVED_FILES = frozenset(
 class _Walk:
     """One walk over a tree that is about to be saved, collecting every refusal."""
 
-    def __init__(self, save_dtypes: Mapping[tuple[str, ...], Any]) -> None:
+    def __init__(self, save_dtypes: Mapping[tuple[str, ...], Any], *, reduce: bool = False) -> None:
         self.save_dtypes = save_dtypes
+        self.reduce = reduce
         self.values: dict[LeafPath, Any] = {}
         self.refused: dict[tuple[str, str], list[str]] = {}
         self.recorder = LeafRecorder()
@@ -139,6 +145,7 @@ class _Walk:
         try:
             level = _one_level(node)
             if level is None:
+                node = reduce_pending(node) if self.reduce else node
                 self.values[path] = node
                 return self.recorder.record(node, self.save_dtypes.get(path_names(path)))
             if len(path) >= MAX_DEPTH:

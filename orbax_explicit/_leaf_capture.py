@@ -141,7 +141,7 @@ class LeafRecorder:
         if isinstance(sharding, NamedShardingRecord) and sharding.spec.unreduced:
             raise Unrecordable(
                 f"cannot save an array with a pending reduction, {sharding.spec}",
-                "reduce it first: jax.reshard(x, spec) with a spec that has no unreduced axes",
+                "unreduced='reduce' in save sums it first; or jax.reshard(x, spec) with a spec without unreduced axes",
             )
         committed = value.committed
         if committed and not self._spans_all_processes(value.sharding):
@@ -189,6 +189,18 @@ class LeafRecorder:
                 f"cannot record all of the sharding {sharding}", "place the array by a plain NamedSharding"
             )
         return record
+
+
+def reduce_pending(value: Any) -> Any:
+    """The same leaf with its pending reduction made, where it is an array that has one.
+
+    Collective: every process that holds a part of the array calls it.
+    """
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(value, jax.Array) or not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
+        return value
+    spec = _compat.partition_spec(sharding.spec.partitions, reduced=sharding.spec.reduced)
+    return jax.reshard(value, NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind))
 
 
 def record_mesh(mesh: Mesh | AbstractMesh) -> MeshRecord:

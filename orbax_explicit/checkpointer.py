@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from orbax_explicit._policy import RestorePolicy
-from orbax_explicit.handler import ExplicitCheckpointHandler, ExplicitRestore, ExplicitSave
+from orbax_explicit.handler import ExplicitCheckpointHandler, ExplicitRestore, ExplicitSave, Unreduced
 
 PyTree: TypeAlias = Any
 
@@ -78,6 +78,7 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
         save_args: PyTree | None = None,
         force: bool = False,
         custom_metadata: dict[str, Any] | None = None,
+        unreduced: Unreduced = "error",
     ) -> None:
         """Starts a save; `wait_until_finished` ends it.
 
@@ -90,11 +91,13 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
             save_args: A tree of `ocp.SaveArgs` (or None) like `state`.
             force: Whether to replace what is there.
             custom_metadata: JSON to keep in the checkpoint's own metadata.
+            unreduced: For an array with a pending reduction: `"error"` refuses it by leaf name, `"reduce"` saves it
+                reduced, by a collective before this returns.
 
         Raises:
             SaveRefusedError: Leaves could not come back as they are. No array has been written.
         """
-        args = ExplicitSave(state, save_args)
+        args = ExplicitSave(state, save_args, unreduced=unreduced)
         if force and isinstance(self.handler, ExplicitCheckpointHandler):
             # Orbax removes what is there before the handler could refuse.
             self.handler.check(args)

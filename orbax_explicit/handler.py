@@ -15,7 +15,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 from collections.abc import Coroutine, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._whole_arrays import ExplicitNumpyHandler
 
 PyTree: TypeAlias = Any
+
+Unreduced: TypeAlias = Literal["error", "reduce"]
 
 _DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
 
@@ -140,6 +142,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             args.item,
             {names: arg.dtype for names, arg in save_args.items() if arg.dtype is not None},
             in_directories=not self._use_ocdbt,
+            reduce=isinstance(args, ExplicitSave) and args.unreduced == "reduce",
         )
         known = {path_names(path) for path in captured.values} if save_args else set()
         if unknown := [".".join(names) or "the whole tree" for names in save_args if names not in known]:
@@ -260,11 +263,21 @@ class ExplicitSave(ocp.args.CheckpointArgs):
         item: The tree to save.
         save_args: A tree of `ocp.SaveArgs` (or None) like `item`; None for the defaults.
         custom_metadata: JSON to keep beside the tree, opaque to Orbax.
+        unreduced: For an array with a pending reduction: `"error"` refuses it by leaf name, `"reduce"` saves it reduced,
+            by a collective before the save returns. The array that was passed stays as it is.
+
+    Raises:
+        ValueError: `unreduced` is neither.
     """
 
     item: PyTree
     save_args: PyTree | None = None
     custom_metadata: Any = None
+    unreduced: Unreduced = "error"
+
+    def __post_init__(self) -> None:
+        if self.unreduced not in get_args(Unreduced):
+            raise ValueError(f"unreduced must be one of {list(get_args(Unreduced))}, not {self.unreduced!r}")
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_restore=True)

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from trees import assert_same_tree, assert_same_values, matrix, place, training_state
+from trees import assert_same_tree, assert_same_values, matrix, pending_sum, place, training_state
 
 import orbax_explicit as oxe
 from orbax_explicit._sidecar import FILE_NAME
@@ -386,7 +386,7 @@ def test_everything_that_does_not_fit_a_target_is_listed_at_once(tmp_path, check
         "cannot leave out saved leaves that the target lacks": ("only_saved",),
         "cannot restore leaves of the target that the checkpoint lacks": ("only_wanted",),
         "cannot restore shape (8, 8) into shape (8, 4)": ("a",),
-        "cannot cast float32 to int32 under cast='same_kind'": ("b",),
+        "cannot cast float32 to int32 with cast='same_kind'": ("b",),
     }
 
 
@@ -477,6 +477,44 @@ def test_a_refused_save_leaves_nothing_that_stops_the_next_one(tmp_path, checkpo
     checkpointer.save(path, {"a": {"b": x}})
     checkpointer.wait_until_finished()
     assert_same_values(checkpointer.restore(path)["a"]["b"], matrix())
+
+
+PRODUCT = matrix() @ matrix()
+
+
+def test_a_pending_sum_is_refused_by_leaf_name_before_anything_is_written(tmp_path, checkpointer, mesh):
+    """The error says what to do; and the directory is free for the next save."""
+    state = {"layer": {"grad": pending_sum(mesh)}, "w": place(mesh, matrix(), P("d"))}
+    with pytest.raises(oxe.SaveRefusedError, match=r"pending reduction.*unreduced=\{'m'\}") as refusal:
+        checkpointer.save(tmp_path / "checkpoint", state)
+    (problem,) = refusal.value.problems
+    assert problem.affects == ("layer/grad",)
+    assert "unreduced='reduce'" in problem.fix
+    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} <= {"_CHECKPOINT_METADATA"}
+    assert_same_values(checkpointer.restore(saved(checkpointer, tmp_path, {"w": state["w"]}))["w"], state["w"])
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["to a new path", "in place of what is there"])
+def test_a_pending_sum_is_made_before_it_is_saved(tmp_path, checkpointer, mesh, force):
+    """On request. What is saved has the spec without the pending reduction; what was passed stays as it was."""
+    pending = pending_sum(mesh)
+    if force:
+        saved(checkpointer, tmp_path, {"old": 1})
+    path = saved(checkpointer, tmp_path, {"grad": pending, "n": 1}, unreduced="reduce", force=force)
+    assert pending.sharding.spec == P("d", None, unreduced={"m"})
+    restored = checkpointer.restore(path)
+    assert restored["grad"].sharding == NamedSharding(mesh, P("d", None), memory_kind="device")
+    assert_same_values(restored["grad"], place(mesh, PRODUCT, P("d", None)))
+    assert restored["n"] == 1
+
+
+def test_a_manager_makes_pending_sums_on_request(tmp_path, mesh):
+    """By its own arguments; a misspelt choice is refused at once."""
+    with ocp.CheckpointManager(tmp_path, item_handlers=oxe.ExplicitCheckpointHandler()) as manager:
+        manager.save(0, args=oxe.args.ExplicitSave({"grad": pending_sum(mesh)}, unreduced="reduce"))
+        assert_same_values(manager.restore(0)["grad"], place(mesh, PRODUCT, P("d", None)))
+    with pytest.raises(ValueError, match=r"unreduced must be one of \['error', 'reduce'\], not 'sum'"):
+        oxe.args.ExplicitSave({}, unreduced="sum")
 
 
 @pytest.mark.parametrize(

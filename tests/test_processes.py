@@ -23,7 +23,7 @@ import stock_readers
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from stock_readers import Seen, Wanted
-from trees import Moments, array_state, assert_same_tree, assert_same_values, host_state, matrix, place
+from trees import Moments, array_state, assert_same_tree, assert_same_values, host_state, matrix, pending_sum, place
 
 import orbax_explicit as oxe
 from orbax_explicit import _arrays as arrays_module
@@ -282,6 +282,17 @@ def save_values_of_its_own(root: pathlib.Path) -> dict[str, Any]:
     return seen
 
 
+def save_a_pending_sum(root: pathlib.Path) -> None:
+    """It is made by all processes together before it is written."""
+    mesh = make_mesh()
+    path = root / "a pending sum"
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {"grad": pending_sum(mesh)}, unreduced="reduce")
+    restored = restore_async(path)["grad"]
+    assert restored.sharding == NamedSharding(mesh, P("d", None), memory_kind="device")
+    assert_same_values(restored, place(mesh, matrix() @ matrix(), P("d", None)))
+
+
 def describe_plans(root: pathlib.Path) -> dict[str, tuple[str, str]]:
     """The plan for each checkpoint, as a person reads it and in full."""
     plans = {}
@@ -319,6 +330,7 @@ def work_in_two(root: pathlib.Path) -> Reports:
         count_written_records,
         try_to_save_a_local_array,
         save_values_of_its_own,
+        save_a_pending_sum,
         describe_plans,
         try_to_restore_too_wide_a_target,
         try_to_save_on_a_part,  # Last: what fails in one process alone could leave the others behind.
@@ -439,7 +451,8 @@ def test_a_restore_that_is_refused_is_so_in_every_process(run):
     first, second = (facts["try_to_restore_too_wide_a_target"] for facts in run.facts)
     assert first == second
     assert first.startswith(
-        "cannot resolve the target's mesh (d=4 explicit, m=4 explicit) on 8 cpu devices, 2 processes"
+        "cannot resolve the target's mesh (d=4 explicit, m=4 explicit): it has 16 devices\n"
+        "  present   8 cpu devices, 2 processes\n"
     )
 
 

@@ -56,6 +56,13 @@ def array_state(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def pending_sum(mesh: Mesh) -> jax.Array:
+    """A product of two matrices whose sum over the mesh axis m has yet to be made; `mesh` has explicit axes d and m."""
+    with jax.set_mesh(mesh):
+        a, b = place(mesh, matrix(), P("d", "m")), place(mesh, matrix(), P("m", None))
+        return jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b, out_sharding=P("d", unreduced={"m"})))(a, b)
+
+
 def host_state() -> dict[str, Any]:
     """Values on the host of every type that can be saved, and empty containers."""
     return {
