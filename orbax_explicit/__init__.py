@@ -15,7 +15,7 @@ from orbax_explicit._errors import (
 )
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._policy import RestorePolicy
-from orbax_explicit._records import Manifest
+from orbax_explicit._records import Inventory, Manifest
 from orbax_explicit._restoring import plan_restore
 from orbax_explicit._sidecar import read_manifest
 from orbax_explicit.checkpointer import StandardCheckpointer
@@ -27,6 +27,7 @@ __all__ = [
     "ExplicitArrayHandler",
     "ExplicitCheckpointHandler",
     "FormatError",
+    "Inventory",
     "Manifest",
     "MeshMismatchError",
     "OrbaxExplicitError",

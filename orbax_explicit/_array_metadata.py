@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
@@ -124,15 +124,7 @@ def flat_path(name: str) -> LeafPath:
 
 def by_storage_name(manifest: Manifest) -> Manifest:
     """The arrays of a manifest in one dict, by the names under which Orbax stores them."""
-    return _with_arrays(manifest, {storage_name(path): array for path, array in manifest.arrays.items()})
-
-
-def restrict_to(manifest: Manifest, names: Iterable[str]) -> Manifest:
-    """Only these arrays of a manifest that goes by storage names."""
-    return _with_arrays(manifest, {name: manifest.arrays[flat_path(name)] for name in names})
-
-
-def _with_arrays(manifest: Manifest, arrays: Mapping[str, ArrayRecord]) -> Manifest:
+    arrays = {storage_name(path): array for path, array in manifest.arrays.items()}
     keys = tuple(Key("dict", name) for name in arrays)
     tree = ContainerRecord(kind="dict", keys=keys, children=tuple(arrays.values()))
     return dataclasses.replace(manifest, tree=tree)

@@ -31,13 +31,12 @@ from orbax_explicit._array_metadata import (
     RecordedSharding,
     by_storage_name,
     flat_path,
-    restrict_to,
 )
 from orbax_explicit._binding import UncommittedSharding, read_present
 from orbax_explicit._capture import record_arrays, record_path
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import Unrecordable, record_prng
-from orbax_explicit._policy import RestorePolicy, checked_policy
+from orbax_explicit._policy import RestorePolicy, checked_array_policy
 from orbax_explicit._records import (
     ArrayRecord,
     Key,
@@ -70,7 +69,8 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         """Creates the handler.
 
         Args:
-            policy: The choices for restores.
+            policy: The choices for restores; those about the tree (`missing`, `extra`, `rename_leaves`, `rules`,
+                `arrays`) cannot be followed here, and are refused.
             records: Whether to write the record; False where another handler records the whole tree.
             primary_host: Index of the process that writes what is written once; None where every process has a
                 storage of its own.
@@ -83,7 +83,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             array_metadata_store=self._store,
             **kwargs,
         )
-        self._policy = checked_policy(policy)
+        self._policy = checked_array_policy(policy)
         self._records = records
         self._is_primary = primary_host is None or jax.process_index() == primary_host
 
@@ -163,10 +163,10 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
     def _decide(self, leaves: Sequence[tuple[ParamInfo, ocp.RestoreArgs]]) -> list[ocp.ArrayRestoreArgs]:
         """Plans where arrays land whose arguments name no concrete sharding."""
         recorded = by_storage_name(read_array_records(leaves[0][0].parent_dir))
-        names = [info.name for info, _ in leaves]
-        manifest = restrict_to(recorded, names)
         target = {info.name: _Wanted(recorded.arrays[flat_path(info.name)], arg) for info, arg in leaves}
-        bound = bind_restore(manifest, read_present(), target=target, policy=self._policy)
+        # Of the whole record, so that a mesh gets the same sizes whichever of its arrays are asked for.
+        policy = dataclasses.replace(self._policy or RestorePolicy(), extra="ignore")
+        bound = bind_restore(recorded, read_present(), target=target, policy=policy)
         decided = []
         for info, arg in leaves:
             sharding = bound.shardings[flat_path(info.name)]

@@ -95,8 +95,13 @@ def read_present(devices: Sequence[jax.Device] | None = None) -> Present:
         inventory=record_inventory(devices),
         context=None if context.empty else context,
         default_device=_default_device(),
-        x64=bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]  # JAX adds its flags at run time
+        x64=is_x64(),
     )
+
+
+def is_x64() -> bool:
+    """Whether a `jax.Array` can hold 64-bit numbers here."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # JAX adds its flags at run time
 
 
 def _default_device() -> jax.Device:

@@ -77,6 +77,9 @@ def match_leaves(
         policy: The caller's choices: `rename_leaves`, `missing` and `extra` count.
     """
     renames: Mapping[LeafNames, LeafNames] = policy.rename_leaves
+    if targets is None and not renames:
+        matches = [Match(path=p, source=p, recorded=leaf, target=None) for p, leaf in manifest.leaves.items()]
+        return Matching(matches=matches, tree=manifest.tree)
     saved = {path_names(path): (path, leaf) for path, leaf in manifest.leaves.items()}
     found = Matching()
     below = {names[:length] for names in saved for length in range(1, len(names) + 1)} if renames else set()

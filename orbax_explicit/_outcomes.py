@@ -6,7 +6,6 @@ from what was recorded. `_planning` makes outcomes, `_plan` gathers them, `_bind
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -270,27 +269,30 @@ class Outcome:
         return math.prod(shape) * dtype_itemsize(dtype) if dtype else 0
 
     @property
+    def shards(self) -> int:
+        """How many parts it is split into; 1 where it is whole."""
+        match self.placement:
+            case OnMesh(mesh=planned, spec=spec):
+                return _shards(planned.mesh, spec)
+            case AsTarget(sharding=NamedShardingRecord() as sharding):
+                return _shards(sharding.mesh, sharding.spec)
+            case AsFallback(sharding=NamedShardingRecord() as sharding):
+                return _shards(sharding.mesh, sharding.spec)
+            case _:
+                return 1
+
+    @property
     def bytes_per_device(self) -> int | None:
         """Bytes on each device that it is on: 0 on the host, None where the sharding has no record."""
         match self.placement:
-            case OnMesh(mesh=planned, spec=spec):
-                return self.nbytes // _shards(planned.mesh, spec)
-            case AsTarget(sharding=sharding) | AsFallback(sharding=sharding):
-                if isinstance(sharding, NamedShardingRecord):
-                    return self.nbytes // _shards(sharding.mesh, sharding.spec)
-                return None if sharding is None else self.nbytes
-            case OnDevice() | Uncommitted():
-                return self.nbytes
+            case AsTarget(sharding=None) | AsFallback(sharding=None):
+                return None
             case OnHost() | Kept() | NotPlaced():
                 return 0
+            case _:
+                return self.nbytes // self.shards
 
 
 def _shards(mesh: MeshRecord, spec: SpecRecord) -> int:
     sizes = mesh.shape
     return math.prod(sizes[axis] for axis in spec.partitioned_axes())
-
-
-def with_problem(outcome: Outcome, problem: int) -> Outcome:
-    """The same leaf, refused for one problem more."""
-    before = outcome.placement.problems if isinstance(outcome.placement, NotPlaced) else ()
-    return dataclasses.replace(outcome, placement=NotPlaced(problems=(*before, problem)), rule="refused", changes=())

@@ -91,20 +91,20 @@ class RestorePlan:
 
         Leaves that `unaccounted` lists are not among them.
         """
-        # The devices of a mesh get equal shares: summed by mesh first, so that it costs arrays + meshes x devices.
-        by_devices: Counter[tuple[str, int]] = Counter()
-        devices: dict[int, tuple[int, ...]] = {}
+        # Leaves of one placement get equal shares on the same devices: summed first, it costs leaves + meshes x devices.
+        leaves: dict[int, Outcome] = {}
+        totals: Counter[int] = Counter()
         for outcome in self.outcomes:
-            share = outcome.bytes_per_device
-            for kind, ids in self._lands(outcome):
-                devices[id(ids)] = ids
-                by_devices[kind, id(ids)] += share or 0
-        totals: dict[str, Counter[int]] = {}
-        for (kind, key), nbytes in by_devices.items():
-            total = totals.setdefault(kind, Counter())
-            for device_id in devices[key]:
-                total[device_id] += nbytes
-        return {kind: dict(sorted(total.items())) for kind, total in sorted(totals.items())}
+            leaves.setdefault(id(outcome.placement), outcome)
+            totals[id(outcome.placement)] += outcome.nbytes
+        landing: dict[str, Counter[int]] = {}
+        for placement, nbytes in totals.items():
+            share = nbytes // leaves[placement].shards
+            for kind, ids in self._lands(leaves[placement]):
+                of_kind = landing.setdefault(kind, Counter())
+                for device_id in ids:
+                    of_kind[device_id] += share
+        return {kind: dict(sorted(of_kind.items())) for kind, of_kind in sorted(landing.items())}
 
     @functools.cached_property
     def unaccounted(self) -> tuple[LeafPath, ...]:

@@ -145,6 +145,8 @@ class _Planner:
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
         self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
+        self.by_rules: dict[tuple[int, int], _Decision] = {}
+        self.shaped: dict[tuple[int, tuple[int, ...]], _Decision | Problem] = {}
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
         self.meshes = MeshPlanner(
@@ -412,9 +414,13 @@ class _Planner:
         return self.policy.spec_for(path_text(path))
 
     def _by_rule(self, rule: SpecRule, recorded: ShardingRecord | None) -> _Decision:
-        planned = self.meshes.for_rule(rule)
-        kind, changes = self._memory_kind(recorded.memory_kind if recorded is not None else None)
-        return _Decision("rules", OnMesh(mesh=planned, spec=rule.spec, memory_kind=kind), changes)
+        key = (id(rule), id(recorded))
+        if key not in self.by_rules:
+            planned = self.meshes.for_rule(rule)
+            kind, changes = self._memory_kind(recorded.memory_kind if recorded is not None else None)
+            placement = OnMesh(mesh=planned, spec=rule.spec, memory_kind=kind)
+            self.by_rules[key] = _Decision("rules", placement, changes)
+        return self.by_rules[key]
 
     # Memory kinds and shapes.
 
@@ -437,7 +443,27 @@ class _Planner:
         return default, (Change(kind="memory kind", text=text),)
 
     def _on_shape(self, decision: _Decision, shape: tuple[int, ...]) -> _Decision:
-        """The decision for an array of this shape: its spec must fit, and dimensions may have to be whole."""
+        """The decision for an array of this shape: its spec must fit, and dimensions may have to be whole.
+
+        Raises:
+            Refused: It cannot be.
+        """
+        placement = decision.placement
+        if not isinstance(placement, OnMesh | AsTarget):
+            return decision
+        # What lies on a mesh was decided once for many arrays; of a target's sharding the target keeps the record.
+        key = (id(decision if isinstance(placement, OnMesh) else placement.sharding), shape)
+        if key not in self.shaped:
+            try:
+                self.shaped[key] = self._fitted(decision, shape)
+            except Refused as refused:
+                self.shaped[key] = refused.problem
+        fitted = self.shaped[key]
+        if isinstance(fitted, Problem):
+            raise Refused(fitted)
+        return fitted
+
+    def _fitted(self, decision: _Decision, shape: tuple[int, ...]) -> _Decision:
         placement = decision.placement
         if isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
             mesh, spec = placement.sharding.mesh, placement.sharding.spec

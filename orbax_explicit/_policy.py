@@ -128,6 +128,10 @@ class RestorePolicy:
             return tuple(by_axis.get(name, kind) for name, kind in zip(axis_names, recorded, strict=True))
         return (self.axis_types,) * len(axis_names)
 
+    def for_arrays_alone(self) -> RestorePolicy:
+        """The same choices about each array, and the defaults of those about the tree that it is in."""
+        return dataclasses.replace(self, missing="error", extra="error", rename_leaves={}, rules=(), arrays="jax")
+
     def spec_for(self, path: str) -> SpecRule | None:
         """The first of `rules` whose expression is found in the path of a leaf."""
         rules: Sequence[SpecRule] = self.rules  # type: ignore[assignment]  # `__post_init__` made them of the pairs
@@ -153,6 +157,28 @@ def checked_policy(policy: RestorePolicy | None) -> RestorePolicy | None:
     if policy is None or isinstance(policy, RestorePolicy):
         return policy
     raise TypeError(f"policy must be a RestorePolicy, not {policy!r}")
+
+
+def checked_array_policy(policy: RestorePolicy | None) -> RestorePolicy | None:
+    """The same policy, where it says nothing about the tree that arrays are in.
+
+    Raises:
+        TypeError: It is no policy.
+        ValueError: It has fields that only one who restores the whole tree can follow.
+    """
+    policy = checked_policy(policy)
+    if policy is None:
+        return None
+    plain = policy.for_arrays_alone()
+    names = [
+        field.name for field in dataclasses.fields(policy) if getattr(policy, field.name) != getattr(plain, field.name)
+    ]
+    if names:
+        raise ValueError(
+            f"a handler of arrays alone sees no tree, and cannot follow {', '.join(names)}: restore through an "
+            "ExplicitCheckpointHandler"
+        )
+    return policy
 
 
 def leaf_names(path: Any) -> LeafNames:

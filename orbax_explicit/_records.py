@@ -560,6 +560,7 @@ def _typed(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]" if shape else dtype
 
 
+@functools.cache
 def dtype_itemsize(dtype: str) -> int:
     """Bytes of one element in memory: of `"float8_e4m3fn"` 1, of `"int4"` 1, of `"complex64"` 8."""
     bits = re.search(r"\d+", dtype)

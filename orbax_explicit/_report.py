@@ -186,6 +186,13 @@ class _MeshTable:
         self._by_id: dict[int, int] = {}
         self._recorded: dict[Any, int] = {}
         self._recorded_by_id: dict[int, int] = {}
+        self._json: dict[int, Any] = {}
+
+    def json(self, value: Any) -> Any:
+        """A record or a placement, which many leaves share, as JSON."""
+        if id(value) not in self._json:
+            self._json[id(value)] = _json(value, self)
+        return self._json[id(value)]
 
     @property
     def recorded(self) -> list[Any]:
@@ -209,8 +216,8 @@ def _outcome_json(outcome: Any, table: _MeshTable) -> dict[str, Any]:
     elif outcome.source != outcome.path:
         fields["source"] = {"path": path_text(outcome.source), "keys": _json(outcome.source)}
     fields["rule"] = outcome.rule
-    fields["recorded"] = _json(outcome.recorded, table)
-    fields["placement"] = _json(outcome.placement, table)
+    fields["recorded"] = table.json(outcome.recorded)
+    fields["placement"] = table.json(outcome.placement)
     fields["shape"] = list(outcome.shape)
     fields["dtype"] = outcome.dtype or (outcome.recorded.dtype if outcome.recorded is not None else None)
     fields["changes"] = [_json(change) for change in outcome.changes]

@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, Sharding
 
-from orbax_explicit._binding import Present, bind_plan, read_present
+from orbax_explicit._binding import Present, bind_plan, is_x64, read_present
 from orbax_explicit._containers import container_notes
 from orbax_explicit._leaf_capture import record_mesh
 from orbax_explicit._outcomes import AsFallback
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._records import LeafPath, Manifest
+from orbax_explicit._records import Inventory, LeafPath, Manifest
 from orbax_explicit._sidecar import read_manifest
 from orbax_explicit._target_capture import CapturedTarget, describe_sharding, record_target
 
@@ -47,7 +47,7 @@ class BoundPlan:
 
 def _make_plan(
     manifest: Manifest,
-    present: Present,
+    present: Present | Inventory,
     *,
     target: CapturedTarget | None = None,
     mesh: Mesh | None = None,
@@ -59,7 +59,7 @@ def _make_plan(
 
     Args:
         manifest: What was recorded.
-        present: What is here now.
+        present: What is here now; of devices that need not be here, their inventory alone.
         target: The tree to restore into; None for the recorded one.
         mesh: The mesh to place recorded specs on; None for the one that the order of `_planning` finds.
         policy: The caller's choices.
@@ -68,17 +68,18 @@ def _make_plan(
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, not {mesh!r}; resolve_mesh makes one of an AbstractMesh")
+    here = present if isinstance(present, Present) else None
     plan = plan_from_records(
         manifest,
         target.records if target is not None else None,
-        present.inventory,
+        present.inventory if isinstance(present, Present) else present,
         checked_policy(policy),
         mesh=record_mesh(mesh) if mesh is not None else None,
-        context=record_mesh(present.context) if present.context is not None else None,
+        context=record_mesh(here.context) if here is not None and here.context is not None else None,
         strict=strict,
         fallback=AsFallback(sharding=describe_sharding(fallback).sharding) if fallback is not None else None,
-        x64=present.x64,
-        default_device_ids=present.default_device_ids,
+        x64=here.x64 if here is not None else is_x64(),
+        default_device_ids=here.default_device_ids if here is not None else None,
     )
     if plan.tree is None:
         return plan
@@ -120,19 +121,20 @@ def plan_restore(
     path: str | PathLike[str],
     target: PyTree = None,
     mesh: Mesh | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | Inventory | None = None,
     policy: RestorePolicy | None = None,
 ) -> RestorePlan:
     """Says what a restore would do, before any array is read. `print` it.
 
     Any process may call it; each plans the same. Call it where the restore would be called: the mesh of
-    `jax.set_mesh` counts.
+    `jax.set_mesh` counts. With an `Inventory` it plans for devices that need not be here, and starts no backend.
 
     Args:
         path: The directory of an item, as for `read_manifest`.
         target: The tree to restore into; None for the recorded one.
         mesh: The mesh to place recorded specs on.
-        devices: The devices to restore onto; None for `jax.devices()`.
+        devices: The devices to restore onto, or an inventory of them, such as `orbax_explicit.testing.fake_inventory`
+            makes; None for `jax.devices()`.
         policy: The caller's choices.
 
     Returns:
@@ -143,7 +145,7 @@ def plan_restore(
         CheckpointLayoutError: What is there is no checkpoint item, or several.
         FormatError: The record is damaged or from a newer version.
     """
-    present = read_present(devices)
+    present = devices if isinstance(devices, Inventory) else read_present(devices)
     manifest = read_manifest(path)
     return _make_plan(manifest, present, target=_capture_target(manifest, target), mesh=mesh, policy=policy)
 

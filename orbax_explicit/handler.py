@@ -87,7 +87,9 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             multiprocessing_options=options,
             use_ocdbt=use_ocdbt,
             use_zarr3=use_zarr3,
-            type_handler_registry=_type_handlers(policy, options.primary_host),
+            type_handler_registry=_type_handlers(
+                policy.for_arrays_alone() if policy is not None else None, options.primary_host
+            ),
             **kwargs,
         )
 

@@ -58,7 +58,11 @@ def register(policy: RestorePolicy | None = None) -> None:
     the policy. Every process calls it.
 
     Args:
-        policy: The choices for restores.
+        policy: The choices for restores; those about the tree (`missing`, `extra`, `rename_leaves`, `rules`, `arrays`)
+            cannot be followed here.
+
+    Raises:
+        ValueError: The policy has choices about the tree.
     """
     handler = ExplicitArrayHandler(policy=policy)
     if not _replaced:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -12,6 +14,7 @@ from trees import array_state, assert_same_tree, assert_same_values, matrix, pla
 
 import orbax_explicit as oxe
 from orbax_explicit._records import ArrayRecord
+from orbax_explicit.testing import run_on_devices
 
 
 def array_handler() -> ocp.type_handlers.TypeHandler:
@@ -198,3 +201,34 @@ def test_a_manager_of_stock_handlers_is_served(tmp_path, mesh):
         manager.wait_until_finished()
         assert_same_tree(manager.restore(0), state)
         assert manager.item_metadata(0)["sharded"].sharding.to_jax_sharding() == state["sharded"].sharding
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        pytest.param({"missing": "keep"}, "missing", id="leaves that the checkpoint lacks"),
+        pytest.param({"extra": "ignore", "arrays": "numpy"}, "extra, arrays", id="two at once"),
+        pytest.param({"rename_leaves": {"a": "b"}}, "rename_leaves", id="renamed leaves"),
+        pytest.param({"rules": [("w", P("d"))]}, "rules", id="specs by name"),
+    ],
+)
+def test_choices_about_the_tree_are_refused(policy, named):
+    """A type handler sees no tree; nothing that it cannot follow is dropped."""
+    with pytest.raises(ValueError, match=f"cannot follow {named}: restore through an ExplicitCheckpointHandler"):
+        oxe.register(oxe.RestorePolicy(**policy))
+    assert not isinstance(ocp.type_handlers.get_type_handler(jax.Array), oxe.ExplicitArrayHandler)
+
+
+def test_a_part_of_the_tree_lands_on_the_mesh_of_the_whole(tmp_path, mesh):
+    """However few arrays are asked for: the whole record says how a mesh is resized."""
+    state = {"few": place(mesh, matrix(6, 8), P("d", "m")), "many": place(mesh, matrix(24, 8), P("d", "m"))}
+    with oxe.registered(), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+    assert run_on_devices(restore_many, tmp_path / "a", devices=16) == [{"d": 3, "m": 4}]
+
+
+def restore_many(path: pathlib.Path) -> dict[str, int]:
+    """The mesh on which one of two arrays lands: alone, it would have room for more."""
+    with oxe.registered(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore({"many": 0}, restore_args={"many": ocp.ArrayRestoreArgs()}, partial_restore=True)
+        return dict(checkpointer.restore(path, args=args)["many"].sharding.mesh.shape)
