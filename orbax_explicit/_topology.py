@@ -1,10 +1,13 @@
 """How a recorded mesh is made to fit other devices: sizes, and which devices.
 
 The rule, for one mesh. The mesh axes are taken one at a time, in the order of `RestorePolicy.resize`, else outermost
-first, the others at their present size. The axis gets the largest size that fits the devices and divides every array
-dimension that it splits, and that is all. If no size fits, because the others alone have more devices than there are,
-it becomes 1 and the next axis is taken. An axis grows only where it had every device, and only where it splits an array:
-one that splits none would but make more copies. With several processes, each contributes equally many devices.
+first, the others at their present size. If the others alone have more devices than there are, the axis becomes 1 and the
+next one is taken. Else it gets the largest size that fits the devices and divides every array dimension that it splits,
+and that is all. With several processes, each contributes equally many devices; where no size of one axis alone gives
+that, the next axis is tried, and after the last one axes become 1 in the same order until another gives it.
+
+An axis grows only where the mesh had every device, and only where it splits an array: one that splits none would but make
+more copies.
 
 (data=2, model=4) over all of 8 devices, with an array of 24 x 8 on P('data', 'model'), becomes
 
@@ -107,21 +110,32 @@ def resized(
         resize: The axes that may change size, most willing first; empty for all, outermost first.
         grows: Whether it may become larger than it was.
     """
-    sizes = mesh.shape
     if not grows and room.fits(mesh.size):
         return mesh.axis_sizes
-    for axis in [name for name in resize if name in sizes] if resize else mesh.axis_names:
+    sizes = mesh.shape
+    axes = [name for name in resize if name in sizes] if resize else list(mesh.axis_names)
+
+    def fit(axis: str, *, may_grow: bool) -> bool:
+        """Gives an axis the largest size that fits, if one does."""
         others = math.prod(sizes.values()) // sizes[axis]
         most = room.devices // others
-        if not grows or not any(axis in split.axes for split in splits):
+        if not may_grow or not any(axis in split.axes for split in splits):
             most = min(most, sizes[axis])
         step = _divisor(axis, sizes, splits)
-        for size in range(most, 0, -1):
-            if step % size == 0 and room.fits(size * others):
-                sizes[axis] = size
-                return tuple(sizes.values())
+        fitting = (size for size in range(most, 0, -1) if step % size == 0 and room.fits(size * others))
+        sizes[axis] = next(fitting, sizes[axis])
+        return room.fits(math.prod(sizes.values()))
+
+    for axis in axes:
+        if math.prod(sizes.values()) // sizes[axis] > room.devices:
+            sizes[axis] = 1
+        elif fit(axis, may_grow=grows):
+            return tuple(sizes.values())
+    for i, axis in enumerate(axes):
         sizes[axis] = 1
-    # Only axes that may not change are left.
+        # What was split over this axis is whole now: the others do not grow to make more copies of it.
+        if any(fit(other, may_grow=False) for other in axes[i + 1 :]):
+            return tuple(sizes.values())
     return tuple(sizes.values()) if room.fits(math.prod(sizes.values())) else None
 
 
