@@ -340,4 +340,11 @@ def record_inventory(devices: Sequence[jax.Device]) -> Inventory:
 
 def _writer() -> tuple[tuple[str, str], ...]:
     names = ("orbax-explicit", "jax", "orbax-checkpoint")
-    return tuple((name, importlib.metadata.version(name)) for name in names)
+    return tuple((name, _version(name)) for name in names)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # On the path, and not installed.

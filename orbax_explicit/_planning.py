@@ -24,7 +24,8 @@ types, never as objects.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orbax_explicit import _refusals
@@ -146,6 +147,7 @@ class _Planner:
         # costs O(devices). The manifest and the targets keep the records alive.
         self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
         self.by_rules: dict[tuple[int, int], _Decision] = {}
+        self.rules_used: set[int] = set()
         self.shaped: dict[tuple[int, tuple[int, ...]], _Decision | Problem] = {}
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
@@ -167,6 +169,7 @@ class _Planner:
         for path in matching.extra:
             self._report(_refusals.leaves_are_extra(), path)
         outcomes = tuple(self._outcome(match) for match in matching.matches)
+        notes = (*self.manifest.notes, *self._policy_notes(outcomes))
         total = len(outcomes)
         refused = tuple(
             dataclasses.replace(
@@ -183,7 +186,7 @@ class _Planner:
             tree=matching.tree,
             left_out=tuple(matching.left_out),
             refused=refused,
-            notes=self.manifest.notes,
+            notes=notes,
             default_device_ids=self.default_device_ids,
         )
 
@@ -201,6 +204,31 @@ class _Planner:
                 self._report(_refusals.policy_names_unknown_axes(field, unknown, recorded))
         if self.mesh is not None and self.policy.arrays == "numpy":
             self._report(_refusals.numpy_is_not_on_a_mesh(self.mesh))
+
+    def _policy_notes(self, outcomes: tuple[Outcome, ...]) -> list[str]:
+        """What of the policy does not apply, and why; a rule that matches nothing is refused."""
+        notes = []
+        rules: Sequence[SpecRule] = self.policy.rules  # type: ignore[assignment]  # the policy made them of the pairs
+        for rule in rules:
+            if id(rule) in self.rules_used:
+                continue
+            if any(re.search(rule.pattern, path_text(outcome.path)) for outcome in outcomes):
+                notes.append(
+                    f"rules: {rule.pattern!r} decides nothing: each leaf that it matches has a spec of its own"
+                )
+            else:
+                self._report(_refusals.rule_matches_nothing(rule))
+        if self.mesh is not None and self.policy.axis_types is not None:
+            notes.append("axis_types of the policy do not apply: the mesh that was passed has its own")
+        placed = [o.placement.mesh for o in outcomes if isinstance(o.placement, OnMesh)]
+        if self.manifest.inventory is None and any(
+            planned.source == "recorded devices" and len(planned.device_ids) < self.present.device_count
+            for planned in placed
+        ):
+            notes.append(
+                "how many devices there were was not recorded: a mesh stays on its recorded ones; pass mesh= to use all"
+            )
+        return notes
 
     def _report(self, problem: Problem, path: LeafPath | None = None) -> int:
         """Lists a problem, and returns its position."""
@@ -420,6 +448,7 @@ class _Planner:
             kind, changes = self._memory_kind(recorded.memory_kind if recorded is not None else None)
             placement = OnMesh(mesh=planned, spec=rule.spec, memory_kind=kind)
             self.by_rules[key] = _Decision("rules", placement, changes)
+            self.rules_used.add(id(rule))
         return self.by_rules[key]
 
     # Memory kinds and shapes.

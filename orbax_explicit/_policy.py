@@ -73,8 +73,8 @@ class RestorePolicy:
         rename_leaves: Path of a leaf, or of a subtree, in the result -> its path in the checkpoint.
         rules: Pairs of a regular expression and a `jax.sharding.PartitionSpec`, for arrays that have no spec, or one
             whose axes the mesh at hand lacks: the first whose expression `re.search` finds in the leaf's path.
-        arrays: What arrays come back as: `"jax"`, or `"numpy"` for the whole tree on the host, without touching a
-            device; typed PRNG keys then come back as their data.
+        arrays: What arrays come back as: `"jax"`, or `"numpy"` for the whole tree on the host, where nothing is placed on
+            a device; typed PRNG keys then come back as their data.
 
     Raises:
         ValueError: A choice is none of those above.

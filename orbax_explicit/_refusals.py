@@ -186,6 +186,14 @@ def memory_kind_is_not_here(kind: str, whose: str, present: Inventory) -> Proble
     )
 
 
+def rule_matches_nothing(rule: SpecRule) -> Problem:
+    """A spec by name that is found in the path of no leaf: a misspelt one would change nothing, silently."""
+    return Problem(
+        could_not=f"cannot follow rules: {rule.pattern!r} is found in the path of no leaf",
+        fix="write it as re.search takes it, for paths such as params/layer_0/kernel; print(read_manifest(path)) lists them",
+    )
+
+
 def rule_has_no_mesh(rule: SpecRule, meshes: int) -> Problem:
     """A spec by name, and no mesh to place it on, or several."""
     return Problem(
