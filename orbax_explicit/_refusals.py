@@ -90,7 +90,7 @@ def mesh_does_not_fit(mesh: MeshRecord, saved: Inventory | None, present: Invent
         could_not=f"cannot rebuild mesh {mesh} on {plural(present.device_count, 'device')}",
         recorded=_saved_on(mesh, saved),
         present=str(present),
-        fix="topology='adapt' in the policy resizes it; or pass mesh= with the axes " + ", ".join(mesh.axis_names),
+        fix="topology='adapt' in the policy fits it to these; or pass mesh= with the axes " + ", ".join(mesh.axis_names),
         about="mesh",
     )
 

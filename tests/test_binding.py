@@ -362,28 +362,37 @@ def where(plan: RestorePlan, name: str = "w") -> Any:
 def test_a_restore_is_planned_from_its_path(checkpoint):
     """As a text that a person reads."""
     assert str(oxe.plan_restore(str(checkpoint))) == (
-        "restore of 3 leaves\n"
-        "  present   8 cpu devices, 1 process\n"
+        "restore of 3 leaves, 268 B to read\n"
         "  recorded  8 cpu devices, 1 process\n"
-        "  mesh      (d=2 explicit, m=4 explicit) on the recorded devices\n"
-        "        1 x the recorded spec\n"
-        "        1 x uncommitted, as recorded\n"
-        "        1 x a value on the host"
+        "  present   8 cpu devices, 1 process\n"
+        "  mesh      (d=2 explicit, m=4 explicit) on 8 of 8 devices, the recorded ones\n"
+        "  leaves    1 x the recorded spec\n"
+        "            1 x uncommitted, as recorded\n"
+        "            1 x a value on the host\n"
+        "  memory    device: at most 36 B, on device 0; 260 B on 8 devices in all\n"
+        "            host values: 8 B in each process"
     )
 
 
 @pytest.mark.parametrize(
-    ("count", "could_not"),
+    ("count", "sizes"),
     [
-        pytest.param(4, "cannot rebuild mesh (d=2 explicit, m=4 explicit) on 4 devices", id="half the devices"),
-        pytest.param(1, "cannot rebuild mesh (d=2 explicit, m=4 explicit) on 1 device", id="one device"),
+        pytest.param(4, (1, 4), id="half the devices"),
+        pytest.param(1, (1, 1), id="one device"),
+        pytest.param(3, (1, 2), id="three devices, of which one is idle"),
     ],
 )
-def test_a_plan_for_some_devices_says_what_does_not_fit(checkpoint, count, could_not):
-    """Without an exception; the other leaves are planned all the same."""
-    plan = oxe.plan_restore(checkpoint, devices=jax.devices()[:count])
-    assert [(problem.could_not, problem.affects, problem.of) for problem in plan.refused] == [(could_not, ("w",), 3)]
-    assert len(plan.outcomes) == 2
+def test_a_plan_for_some_devices_resizes_the_mesh(checkpoint, count, sizes):
+    """And with `topology="exact"` says what does not fit, without an exception; other leaves are planned all the same."""
+    devices = jax.devices()[:count]
+    plan = oxe.plan_restore(checkpoint, devices=devices)
+    assert (plan.refused, where(plan).mesh.axis_sizes) == ((), sizes)
+    plan = oxe.plan_restore(checkpoint, devices=devices, policy=oxe.RestorePolicy(topology="exact"))
+    here = "1 device" if count == 1 else f"{count} devices"
+    assert [(problem.could_not, problem.affects, problem.of) for problem in plan.refused] == [
+        (f"cannot rebuild mesh (d=2 explicit, m=4 explicit) on {here}", ("w",), 3)
+    ]
+    assert [outcome.rule for outcome in plan.outcomes] == ["host", "uncommitted", "refused"]
     with pytest.raises(oxe.MeshMismatchError, match="cannot rebuild mesh"):
         plan.raise_if_refused()
 

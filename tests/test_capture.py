@@ -589,18 +589,20 @@ def test_all_refusals_of_a_tree_come_in_one_error(mesh):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        pytest.param(lambda mesh: 3, TargetRecord(value_type="int"), id="an int"),
-        pytest.param(lambda mesh: 3.0, TargetRecord(value_type="float"), id="a float"),
-        pytest.param(lambda mesh: True, TargetRecord(value_type="bool"), id="a bool"),
-        pytest.param(lambda mesh: "x", TargetRecord(value_type="str"), id="a text"),
-        pytest.param(lambda mesh: b"x", TargetRecord(value_type="bytes"), id="bytes"),
+        pytest.param(lambda mesh: 3, TargetRecord(value_type="int", keepable=True), id="an int"),
+        pytest.param(lambda mesh: 3.0, TargetRecord(value_type="float", keepable=True), id="a float"),
+        pytest.param(lambda mesh: True, TargetRecord(value_type="bool", keepable=True), id="a bool"),
+        pytest.param(lambda mesh: "x", TargetRecord(value_type="str", keepable=True), id="a text"),
+        pytest.param(lambda mesh: b"x", TargetRecord(value_type="bytes", keepable=True), id="bytes"),
         pytest.param(
             lambda mesh: np.ones((2, 3), np.float32),
-            TargetRecord(shape=(2, 3), dtype="float32", value_type="np.ndarray"),
+            TargetRecord(shape=(2, 3), dtype="float32", value_type="np.ndarray", keepable=True),
             id="a NumPy array",
         ),
         pytest.param(
-            lambda mesh: np.int8(3), TargetRecord(shape=(), dtype="int8", value_type="np.generic"), id="a NumPy scalar"
+            lambda mesh: np.int8(3),
+            TargetRecord(shape=(), dtype="int8", value_type="np.generic", keepable=True),
+            id="a NumPy scalar",
         ),
         pytest.param(
             lambda mesh: jax.ShapeDtypeStruct((2,), jnp.bfloat16),
@@ -638,7 +640,7 @@ def test_all_refusals_of_a_tree_come_in_one_error(mesh):
         ),
         pytest.param(
             lambda mesh: on_numbered_axes(),
-            TargetRecord(shape=(8, 8), dtype="float32", concrete=True, committed=True),
+            TargetRecord(shape=(8, 8), dtype="float32", concrete=True, committed=True, keepable=True),
             id="a concrete sharding without a record, which is taken as it is",
         ),
         pytest.param(
@@ -649,6 +651,7 @@ def test_all_refusals_of_a_tree_come_in_one_error(mesh):
                 sharding=SingleDeviceRecord(device_id=0, platform="cpu", memory_kind="device"),
                 concrete=True,
                 committed=False,
+                keepable=True,
             ),
             id="an uncommitted array",
         ),
@@ -656,6 +659,37 @@ def test_all_refusals_of_a_tree_come_in_one_error(mesh):
             lambda mesh: jax.ShapeDtypeStruct((4,), jax.random.key(0, impl="rbg").dtype),
             TargetRecord(shape=(4,), prng_impl="rbg"),
             id="keys",
+        ),
+        pytest.param(lambda mesh: ..., TargetRecord(placeholder=True, keepable=True), id="a placeholder"),
+        pytest.param(
+            lambda mesh: deleted(),
+            TargetRecord(
+                shape=(3,),
+                dtype="float32",
+                sharding=SingleDeviceRecord(device_id=0, platform="cpu", memory_kind="device"),
+                concrete=True,
+                committed=False,
+            ),
+            id="a deleted array, which has no value to keep",
+        ),
+        pytest.param(
+            lambda mesh: jax.ShapeDtypeStruct(
+                (8,), jnp.float32, sharding=NamedSharding(AbstractMesh((8,), (0,)), P(0))
+            ),
+            TargetRecord(
+                odd=("cannot record mesh axis names that are not str: (0,)", "name the mesh axes by str"),
+            ),
+            id="a spec on an abstract mesh that has no record",
+        ),
+        pytest.param(
+            lambda mesh: {1},
+            TargetRecord(
+                odd=(
+                    "cannot restore into a leaf of type builtins.set",
+                    "use arrays, jax.ShapeDtypeStruct, NumPy or Python values",
+                ),
+            ),
+            id="what no leaf can be",
         ),
     ],
 )
@@ -679,13 +713,15 @@ def test_a_target_with_odd_keys_is_recorded_all_the_same():
     assert [path_text(leaf_path) for leaf_path in captured.records] == ["f/[1.5]", "n/odd"]
 
 
-def test_an_abstract_target_that_cannot_be_recorded_is_an_error_of_ours():
-    """By leaf name; not the exception that travels within the module."""
-    from orbax_explicit import OrbaxExplicitError
-
-    target = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(AbstractMesh((8,), (0,)), P(0)))
-    with pytest.raises(OrbaxExplicitError, match="mesh axis names that are not str"):
-        record_target({"w": target})
+def test_a_target_that_cannot_be_recorded_is_refused_by_the_plan(mesh):
+    """By leaf name, beside whatever else is wrong; not the exception that travels within the module."""
+    saved = record_tree({"w": place(mesh, matrix(), P("d")), "x": 1}).manifest
+    captured = record_target({"w": {1}, "x": "text"})
+    plan = plan_from_records(saved, captured.records, saved.inventory)
+    assert {problem.could_not: problem.affects for problem in plan.refused} == {
+        "cannot restore into a leaf of type builtins.set": ("w",),
+        "cannot restore int as str": ("x",),
+    }
 
 
 # Round trips: capture(bind(r)) = r.
