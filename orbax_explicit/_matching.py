@@ -7,6 +7,7 @@ in stock Orbax. Where a leaf lands, and as what, is for `_planning`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -159,8 +160,14 @@ class _Immovable(Exception):
     """Control flow of a move: why it cannot be made."""
 
 
+_GONE = ContainerRecord(kind="none")
+"""What stands where a subtree was, known by its identity: its key, and the dict around it, may yet be needed."""
+
+
 def _moved(tree: Tree, renames: Mapping[LeafNames, LeafNames]) -> tuple[Tree, list[Problem]]:
     """The tree with each subtree at its new place, and what cannot be moved."""
+    if not renames:
+        return tree, []
     problems: list[Problem] = []
     taken: list[tuple[LeafNames, Tree]] = []
     for result, source in sorted(renames.items(), key=lambda item: -len(item[1])):
@@ -174,21 +181,19 @@ def _moved(tree: Tree, renames: Mapping[LeafNames, LeafNames]) -> tuple[Tree, li
             tree = _attached(tree, result, subtree)
         except _Immovable as why:
             problems.append(_refusals.leaf_cannot_be_moved(result, renames[result], str(why)))
-    return tree, problems
+    return _pruned(tree), problems
 
 
 def _detached(tree: Tree, names: LeafNames) -> tuple[Tree, Tree]:
     """The tree without a subtree, and that subtree."""
     children = dict(_children(tree, names[0]))
-    key = next((key for key in children if str(key.name) == names[0]), None)
-    if key is None:
+    key = next(key for key in children if str(key.name) == names[0])
+    if not any(iterate_leaves(children[key])):
         raise _Immovable("another entry of rename_leaves moves it too")
     if len(names) == 1:
-        subtree = children.pop(key)
+        children[key], subtree = _GONE, children[key]
     else:
         children[key], subtree = _detached(children[key], names[1:])
-        if isinstance(children[key], ContainerRecord) and not any(iterate_leaves(children[key])):
-            del children[key]
     assert isinstance(tree, ContainerRecord)
     return dataclasses.replace(tree, keys=tuple(children), children=tuple(children.values())), subtree
 
@@ -199,16 +204,19 @@ def _attached(tree: Tree, names: LeafNames, subtree: Tree) -> Tree:
     key = next((key for key in children if str(key.name) == names[0]), None)
     if key is None:
         ints = bool(children) and all(isinstance(key.name, int) for key in children)
-        if ints and not names[0].lstrip("-").isdigit():
+        if ints and not re.fullmatch(r"0|-?[1-9][0-9]*", names[0]):
             raise _Immovable(f"the keys beside {names[0]!r} are int")
         key = Key("dict", int(names[0]) if ints else names[0])
-        children[key] = subtree if len(names) == 1 else _nested(names[1:], subtree)
+        children[key] = _nested(names[1:], subtree)
+    elif children[key] is _GONE or (len(names) == 1 and _is_emptied(children[key])):
+        children[key] = _nested(names[1:], subtree)
     elif len(names) == 1:
         raise _Immovable(f"there is something at {names[0]!r} already")
     else:
         children[key] = _attached(children[key], names[1:], subtree)
     assert isinstance(tree, ContainerRecord)
-    ordered = sorted(children, key=lambda key: key.name)
+    # As JAX flattens a dict; keys of both types, which it could not, stand apart.
+    ordered = sorted(children, key=lambda key: (isinstance(key.name, str), key.name))
     return dataclasses.replace(tree, keys=tuple(ordered), children=tuple(children[key] for key in ordered))
 
 
@@ -216,6 +224,23 @@ def _nested(names: LeafNames, subtree: Tree) -> Tree:
     for name in reversed(names):
         subtree = ContainerRecord(kind="dict", keys=(Key("dict", name),), children=(subtree,))
     return subtree
+
+
+def _pruned(tree: Tree) -> Tree:
+    """The tree without what is gone, and without dicts that nothing is left in because of it."""
+    if not isinstance(tree, ContainerRecord):
+        return tree
+    kept = {key: _pruned(child) for key, child in zip(tree.keys, tree.children, strict=True) if not _is_emptied(child)}
+    return dataclasses.replace(tree, keys=tuple(kept), children=tuple(kept.values()))
+
+
+def _is_emptied(tree: Tree) -> bool:
+    """Whether a subtree is gone, or a dict in which nothing is left because of what is gone."""
+    return _lost_something(tree) and not any(iterate_leaves(tree))
+
+
+def _lost_something(tree: Tree) -> bool:
+    return tree is _GONE or (isinstance(tree, ContainerRecord) and any(map(_lost_something, tree.children)))
 
 
 def _children(tree: Tree, name: str) -> Iterator[tuple[Key, Tree]]:
