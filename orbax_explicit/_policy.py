@@ -104,7 +104,7 @@ class RestorePolicy:
             ("axis_types", _axis_types(self.axis_types)),
             ("rename_axes", _renamed_axes(self.rename_axes)),
             ("rename_leaves", _renamed_leaves(self.rename_leaves)),
-            ("rules", tuple(_rule(rule) for rule in self.rules)),
+            ("rules", _rules(self.rules)),
         ):
             object.__setattr__(self, name, checked)
 
@@ -198,7 +198,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _axis_names(names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"resize must be a sequence of mesh axis names, not {names!r}")
     if len(set(names)) < len(names):
         raise ValueError(f"resize names a mesh axis twice: {names!r}")
@@ -219,7 +219,16 @@ def _renamed_axes(names: Any) -> Mapping[str, str | None]:
 def _renamed_leaves(paths: Any) -> Mapping[LeafNames, LeafNames]:
     if not isinstance(paths, Mapping):
         raise ValueError(f"rename_leaves must map leaf paths to leaf paths, not {paths!r}")
-    return MappingProxyType({leaf_names(new): leaf_names(old) for new, old in paths.items()})
+    named = {leaf_names(new): leaf_names(old) for new, old in paths.items()}
+    if len(named) < len(paths):
+        raise ValueError(f"rename_leaves gives one path in the result twice: {dict(paths)!r}")
+    return MappingProxyType(named)
+
+
+def _rules(rules: Any) -> tuple[SpecRule, ...]:
+    if not isinstance(rules, list | tuple):
+        raise ValueError(f"rules must be a sequence of pairs, not {rules!r}")
+    return tuple(_rule(rule) for rule in rules)
 
 
 def _rule(rule: Any) -> SpecRule:
@@ -253,6 +262,8 @@ def _spec(spec: Any) -> SpecRecord:
 
 def _axis_types(axis_types: Any) -> Any:
     if isinstance(axis_types, Mapping):
+        if not all(isinstance(name, str) for name in axis_types):
+            raise ValueError(f"axis_types must map mesh axis names to types, not {axis_types!r}")
         return MappingProxyType({name: _axis_type(value) for name, value in axis_types.items()})
     return None if axis_types is None else _axis_type(axis_types)
 
