@@ -8,6 +8,7 @@ them into JAX shardings.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,9 +66,13 @@ class RestorePlan:
 
     @property
     def idle_device_ids(self) -> tuple[int, ...]:
-        """Present devices that no mesh of the plan is on; empty where it has none."""
-        used = {i for planned in self.meshes for i in planned.device_ids}
-        return tuple(i for i in self.present.device_ids if i not in used) if used else ()
+        """Present devices that no mesh is on, of the plan or of the target; empty where the plan has none."""
+        if not self.meshes:
+            return ()
+        on_meshes = (o for o in self.outcomes if isinstance(o.placement, OnMesh | AsTarget | AsFallback))
+        landing = {id(ids): ids for outcome in on_meshes for _, ids in self._lands(outcome)}.values()
+        used = set(itertools.chain.from_iterable(landing))
+        return tuple(i for i in self.present.device_ids if i not in used)
 
     @functools.cached_property
     def bytes_read(self) -> int:

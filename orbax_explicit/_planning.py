@@ -259,7 +259,7 @@ class _Planner:
 
     def _finished(self, match: Match, problems: list[Problem], decision: _Decision | None, fitted: Fit) -> Outcome:
         recorded = match.recorded
-        shape = self._shape(recorded, match.target) if recorded is not None else ()
+        shape = self._shape(recorded, match.target)
         if problems or decision is None:
             positions = tuple(self._report(problem, match.path) for problem in problems)
             placement: Placement = NotPlaced(problems=positions)
@@ -288,8 +288,10 @@ class _Planner:
             changes=tuple(changes),
         )
 
-    def _shape(self, recorded: LeafRecord, target: TargetRecord | None) -> tuple[int, ...]:
-        """The shape of what comes back."""
+    def _shape(self, recorded: LeafRecord | None, target: TargetRecord | None) -> tuple[int, ...]:
+        """The shape of what comes back; `()` where nothing says."""
+        if recorded is None:
+            return (target.shape if target is not None else None) or ()
         if target is not None and target.shape is not None and target.value_type is None and not self.strict:
             return target.shape
         return recorded.shape

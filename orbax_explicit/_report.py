@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orbax_explicit._outcomes import RULES, ChangeKind, MeshSource, NotPlaced, PlannedMesh, Rule
-from orbax_explicit._records import Key, LeafPath, path_text, plural
+from orbax_explicit._records import Key, LeafPath, MeshRecord, Tree, iterate_containers, path_text, plural
 
 if TYPE_CHECKING:
     from orbax_explicit._plan import RestorePlan
 
 _PATHS_SHOWN = 3
 _CHANGES_SHOWN = 10
+_PROBLEMS_SHOWN = 10
 _DEVICES_SHOWN = 8
 
 # Text.
@@ -57,8 +58,11 @@ def plan_text(plan: RestorePlan) -> str:
     if plan.left_out:
         lines += _labelled("left out", [f"not in the target, and not read: {_some(plan.left_out)}"])
     lines += _labelled("note", plan.notes)
-    for problem in plan.refused:
+    for problem in plan.refused[:_PROBLEMS_SHOWN]:
         lines += _labelled("refused", str(problem).splitlines())
+    if len(plan.refused) > _PROBLEMS_SHOWN:
+        more = plural(len(plan.refused) - _PROBLEMS_SHOWN, "problem")
+        lines += _labelled("refused", [f"and {more} more; to_json() has all of them"])
     return "\n".join(lines)
 
 
@@ -172,6 +176,7 @@ def plan_json(plan: RestorePlan, *, indent: int | None = None) -> str:
         "unaccounted": [path_text(path) for path in plan.unaccounted],
         "notes": list(plan.notes),
         "left_out": [{"path": path_text(path), "keys": _json(path)} for path in plan.left_out],
+        "containers": _containers_json(plan.tree),
         "outcomes": outcomes,
         "recorded_meshes": [_json(mesh) for mesh in table.recorded],
     }
@@ -209,6 +214,24 @@ class _MeshTable:
         return self._recorded_by_id[id(mesh)]
 
 
+def _containers_json(tree: Tree | None) -> list[dict[str, Any]] | None:
+    """The containers of the result, whose leaves the outcomes are; None where a target has them."""
+    return (
+        None
+        if tree is None
+        else [
+            {
+                "path": path_text(path),
+                "keys": _json(path),
+                "kind": node.kind,
+                "children": _json(node.keys),
+                "class": node.class_text,
+            }
+            for path, node in iterate_containers(tree)
+        ]
+    )
+
+
 def _outcome_json(outcome: Any, table: _MeshTable) -> dict[str, Any]:
     fields: dict[str, Any] = {"path": path_text(outcome.path), "keys": _json(outcome.path)}
     if outcome.source is None:
@@ -234,7 +257,7 @@ def _json(value: Any, table: _MeshTable | None = None) -> Any:
         return value.value
     if table is not None and isinstance(value, PlannedMesh):
         return table.planned(value)
-    if table is not None and type(value).__name__ == "MeshRecord":
+    if table is not None and isinstance(value, MeshRecord):
         return table.of_record(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: _json(getattr(value, field.name), table) for field in dataclasses.fields(value)}
