@@ -54,10 +54,13 @@ def target_mesh_is_contradicted(wanted: MeshRecord, at_hand: MeshRecord, name: s
     )
 
 
-def mesh_lacks_axes(spec: SpecRecord, missing: Sequence[str], mesh: MeshRecord, recorded: MeshRecord) -> Problem:
-    """A mesh that was passed lacks axes of a recorded spec."""
+def mesh_lacks_axes(
+    spec: SpecRecord, renamed: SpecRecord, missing: Sequence[str], mesh: MeshRecord, recorded: MeshRecord
+) -> Problem:
+    """A mesh that was passed lacks axes of a recorded spec, as the policy names them."""
+    what = f"{spec}" if renamed == spec else f"{spec}, {renamed} by the policy"
     return Problem(
-        could_not=f"cannot place the recorded {spec}: the mesh that was passed lacks {list(missing)}",
+        could_not=f"cannot place the recorded {what}: the mesh that was passed lacks {list(missing)}",
         recorded=f"mesh {recorded}",
         present=f"mesh {mesh}",
         fix="pass a mesh that has these axes, say in rename_axes what they are called there (None drops one), or give "
@@ -90,7 +93,8 @@ def mesh_does_not_fit(mesh: MeshRecord, saved: Inventory | None, present: Invent
         could_not=f"cannot rebuild mesh {mesh} on {plural(present.device_count, 'device')}",
         recorded=_saved_on(mesh, saved),
         present=str(present),
-        fix="topology='adapt' in the policy fits it to these; or pass mesh= with the axes " + ", ".join(mesh.axis_names),
+        fix="topology='adapt' in the policy fits it to these; or pass mesh= with the axes "
+        + ", ".join(mesh.axis_names),
         about="mesh",
     )
 
@@ -147,7 +151,8 @@ def policy_gives_two_axes_one_name(mesh: MeshRecord, names: Sequence[str]) -> Pr
 def renamed_leaf_is_not_saved(result: LeafNames, source: LeafNames) -> Problem:
     """`rename_leaves` reads from a path that the checkpoint lacks."""
     return Problem(
-        could_not=f"cannot read {_path(result)} from {_path(source)}: the checkpoint has no leaf there",
+        could_not=f"cannot read {_path(result)} from {_path(source)}, as rename_leaves says",
+        recorded=f"nothing at {_path(source)}",
         fix="name a path in the checkpoint in rename_leaves; print(read_manifest(path)) lists them",
     )
 
@@ -155,16 +160,18 @@ def renamed_leaf_is_not_saved(result: LeafNames, source: LeafNames) -> Problem:
 def renamed_leaf_is_not_wanted(result: LeafNames, source: LeafNames) -> Problem:
     """`rename_leaves` names a path that the target lacks."""
     return Problem(
-        could_not=f"cannot restore {_path(source)} as {_path(result)}: the target has no leaf there",
-        fix="name a path in the target in rename_leaves",
+        could_not=f"cannot restore {_path(source)} as {_path(result)}, as rename_leaves says",
+        present=f"the target has nothing at {_path(result)}, or a longer entry of rename_leaves covers all of it",
+        fix="name a path in the target in rename_leaves: path in the result -> path in the checkpoint",
     )
 
 
 def leaf_cannot_be_moved(result: LeafNames, source: LeafNames, why: str) -> Problem:
     """Without a target, `rename_leaves` asks for a place where nothing can be put."""
     return Problem(
-        could_not=f"cannot move {_path(source)} to {_path(result)} in the recorded tree: {why}",
-        fix="restore into a target that has the structure you want",
+        could_not=f"cannot move {_path(source)} to {_path(result)}, as rename_leaves says: {why}",
+        present="no target, so that the result is the recorded tree",
+        fix="name another path in rename_leaves, or restore into a target that has the structure you want",
     )
 
 
@@ -251,7 +258,7 @@ def leaves_have_no_value() -> Problem:
 
 def leaf_cannot_be_asked_for(reason: str, fix: str) -> Problem:
     """A leaf of the target says something that has no record."""
-    return Problem(could_not=reason, fix=fix)
+    return Problem(could_not=reason, present="the target asks for it", fix=fix)
 
 
 def type_is_other(recorded: LeafRecord, wanted: str, *, is_prng: bool) -> Problem:
