@@ -70,10 +70,11 @@ def bytes_text(nbytes: int) -> str:
     """A number of bytes as a person reads it: `512 B`, `1.07 GB`; thousands, not 1024s."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
+        # What would round up to 1000 has the next unit.
+        if size < 999.5 or unit == "TB":
             break
         size /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
 
 
 def _labelled(label: str, texts: Iterable[str]) -> list[str]:
@@ -250,7 +251,7 @@ def _outcome_json(outcome: Any, table: _MeshTable) -> dict[str, Any]:
 
 
 def _json(value: Any, table: _MeshTable | None = None) -> Any:
-    """A frozen value as JSON: each dataclass an object with the name of its class and all of its fields."""
+    """A frozen value as JSON: each dataclass an object with all of its fields, and its class as its kind if it has none."""
     if isinstance(value, Key):
         return [value.kind, value.name]
     if isinstance(value, enum.Enum):
