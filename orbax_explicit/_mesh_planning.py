@@ -174,9 +174,8 @@ class MeshPlanner:
         mesh = recorded.mesh
         wanted = self._wanted(mesh)
         if self._mesh is not None:
-            renamed = self.renamed(recorded.spec)
-            if missing := sorted(renamed.axes() - set(self._mesh.axis_names)):
-                raise Refused(_refusals.mesh_lacks_axes(recorded.spec, renamed, missing, self._mesh, mesh))
+            if missing := sorted(self.renamed(recorded.spec).axes() - set(self._mesh.axis_names)):
+                raise Refused(_refusals.mesh_lacks_axes(missing, self._mesh, mesh))
             return _at_hand(self._mesh, "given", mesh)
         if self._context is not None:
             if not self._has_axes(self._context, mesh):

@@ -54,13 +54,11 @@ def target_mesh_is_contradicted(wanted: MeshRecord, at_hand: MeshRecord, name: s
     )
 
 
-def mesh_lacks_axes(
-    spec: SpecRecord, renamed: SpecRecord, missing: Sequence[str], mesh: MeshRecord, recorded: MeshRecord
-) -> Problem:
-    """A mesh that was passed lacks axes of a recorded spec, as the policy names them."""
-    what = f"{spec}" if renamed == spec else f"{spec}, {renamed} by the policy"
+def mesh_lacks_axes(missing: Sequence[str], mesh: MeshRecord, recorded: MeshRecord) -> Problem:
+    """A mesh that was passed lacks axes of recorded specs, as the policy names them."""
+    renamed = "" if set(missing) <= set(recorded.axis_names) else ", named so by rename_axes"
     return Problem(
-        could_not=f"cannot place the recorded {what}: the mesh that was passed lacks {list(missing)}",
+        could_not=f"cannot place recorded specs over {_listed(missing)}{renamed}: the mesh that was passed has no such axis",
         recorded=f"mesh {recorded}",
         present=f"mesh {mesh}",
         fix="pass a mesh that has these axes, say in rename_axes what they are called there (None drops one), or give "
@@ -103,15 +101,14 @@ def mesh_cannot_be_resized(
     mesh: MeshRecord, saved: Inventory | None, present: Inventory, resize: Sequence[str], room: Room
 ) -> Problem:
     """No sizes of a recorded mesh fit the present devices by the rule of `_topology`."""
-    why = f"to {plural(room.devices, 'device')}"
-    if room.processes > 1:
-        why += f", equally many of each of {plural(room.processes, 'process')}"
-    limit = f", with resize={tuple(resize)}" if resize else ""
+    limit = f" with resize={tuple(resize)}" if resize else ""
+    share = ", each of which must contribute equally many" if room.processes > 1 else ""
     widen = "more axes in resize, or " if resize else ""
     return Problem(
-        could_not=f"cannot resize mesh {mesh} {why}{limit}, so that it divides every dimension that it splits",
+        could_not=f"cannot resize mesh {mesh} to {plural(present.device_count, 'device')}{limit}: no sizes fit that divide "
+        "what it splits",
         recorded=_saved_on(mesh, saved),
-        present=str(present),
+        present=f"{present}{share}",
         fix=f"{widen}pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices",
         about="mesh",
     )
@@ -132,8 +129,8 @@ def _saved_on(mesh: MeshRecord, saved: Inventory | None) -> str:
 def policy_names_unknown_axes(field: str, unknown: Sequence[str], recorded: Iterable[str]) -> Problem:
     """A field of the policy names mesh axes that no recorded mesh has: a misspelt one would change nothing, silently."""
     return Problem(
-        could_not=f"cannot follow {field}: no recorded mesh has the axes {list(unknown)}",
-        recorded=f"mesh axes {sorted(recorded)}",
+        could_not=f"cannot follow {field}: no recorded mesh has an axis {_listed(unknown)}",
+        recorded=f"mesh axes {_listed(sorted(recorded))}",
         fix=f"name recorded axes in {field}",
     )
 
@@ -141,7 +138,7 @@ def policy_names_unknown_axes(field: str, unknown: Sequence[str], recorded: Iter
 def policy_gives_two_axes_one_name(mesh: MeshRecord, names: Sequence[str]) -> Problem:
     """Renamed axes of a recorded mesh would have the name of another one."""
     return Problem(
-        could_not=f"cannot rename the axes of mesh {mesh}: two of them would be called {list(names)}",
+        could_not=f"cannot rename the axes of mesh {mesh}: two of them would be called {_listed(names)}",
         recorded=f"mesh {mesh}",
         fix="give each axis a name of its own in rename_axes",
         about="mesh",
@@ -202,10 +199,11 @@ def rule_matches_nothing(rule: SpecRule) -> Problem:
 
 
 def rule_has_no_mesh(rule: SpecRule, meshes: int) -> Problem:
-    """A spec by name, and no mesh to place it on, or several."""
+    """A spec by name, and no mesh to place it on, or several of the target or of the checkpoint."""
+    which = f"{meshes} meshes to choose from" if meshes else "no mesh to place it on"
     return Problem(
-        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: there is no one mesh to place it on",
-        recorded=plural(meshes, "mesh") if meshes else "no mesh",
+        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: there {'are' if meshes else 'is'} {which}",
+        present="neither mesh= nor the mesh of jax.set_mesh",
         fix="pass mesh=, or restore under jax.set_mesh",
         about="mesh",
     )
@@ -214,7 +212,7 @@ def rule_has_no_mesh(rule: SpecRule, meshes: int) -> Problem:
 def rule_names_unknown_axes(rule: SpecRule, missing: Sequence[str], mesh: MeshRecord) -> Problem:
     """A spec by name has axes that the mesh lacks."""
     return Problem(
-        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: the mesh lacks {list(missing)}",
+        could_not=f"cannot place {rule.spec}, of rules {rule.pattern!r}: the mesh has no axis {_listed(missing)}",
         present=f"mesh {mesh}",
         fix="name axes of the mesh in rules, or pass a mesh that has these",
         about="mesh",
@@ -228,7 +226,7 @@ def leaves_are_extra() -> Problem:
     """Saved leaves that the target lacks."""
     return Problem(
         could_not="cannot leave out saved leaves that the target lacks",
-        present="the target lacks them",
+        present="nothing under these names in the target",
         fix="extra='ignore' in the policy reads the others alone; or give the target a leaf for each",
     )
 
@@ -339,7 +337,7 @@ def reduced_axes_are_not_explicit(spec: SpecRecord, mesh: MeshRecord) -> Problem
     return Problem(
         could_not=f"cannot place {spec} on {mesh}: reduced axes must be explicit",
         present=f"mesh {mesh}",
-        fix="keep these axes explicit, or give the target's leaf another spec",
+        fix="leave these axes explicit, in axis_types of the policy or in the mesh; or restore into a target with another spec",
     )
 
 
@@ -348,7 +346,7 @@ def open_dimension_needs_auto(spec: SpecRecord, mesh: MeshRecord) -> Problem:
     return Problem(
         could_not=f"cannot place {spec} on {mesh}: an unconstrained dimension takes an auto axis",
         present=f"mesh {mesh}",
-        fix="keep an axis auto, or give the target's leaf another spec",
+        fix="leave an axis auto, in axis_types of the policy or in the mesh; or restore into a target with another spec",
     )
 
 
@@ -358,7 +356,7 @@ def spec_is_too_long(spec: SpecRecord, shape: tuple[int, ...]) -> Problem:
         could_not=f"cannot place an array of {plural(len(shape), 'dimension')} by {spec}",
         recorded=f"shape {shape}",
         present=f"{spec} is asked for",
-        fix="use a spec that is no longer than the shape",
+        fix="use a spec that is no longer than the shape, in the target or in rules",
     )
 
 
@@ -380,6 +378,10 @@ def dimension_is_indivisible(
 def _leaf(recorded: LeafRecord) -> str:
     what = f"{recorded.dtype_text}[{','.join(map(str, recorded.shape))}]" if recorded.shape else recorded.dtype_text
     return what if isinstance(recorded, ArrayRecord) else f"{what}, a value on the host"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _path(names: LeafNames) -> str:
