@@ -77,7 +77,8 @@ def test_a_refused_plan_reads_like_this():
         "auto axis\n"
         "              present   mesh (d=2 explicit, m=4 explicit)\n"
         "              affects   1 of 9 leaves: odd\n"
-        "              fix       keep an axis auto, or give the target's leaf another spec"
+        "              fix       leave an axis auto, in axis_types of the policy or in the mesh; or restore into a target with "
+        "another spec"
     )
 
 

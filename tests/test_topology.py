@@ -130,8 +130,8 @@ def test_an_axis_that_may_not_change_never_does(devices, resize):
     else:
         problem = refused(plan_of(manifest, present=fake_inventory(devices), policy=RestorePolicy(resize=resize)))
         assert problem.could_not == (
-            "cannot resize mesh (data=2 explicit, model=4 explicit) to 1 device, with resize=('data',), so that it divides "
-            "every dimension that it splits"
+            "cannot resize mesh (data=2 explicit, model=4 explicit) to 1 device with resize=('data',): no sizes fit that "
+            "divide what it splits"
         )
 
 
@@ -315,24 +315,20 @@ def test_processes_with_different_numbers_of_devices_give_what_the_least_has():
 
 
 @pytest.mark.parametrize(
-    ("present", "why"),
+    ("present", "here"),
     [
-        pytest.param(
-            fake_inventory(1, processes=9),
-            "to 9 devices, equally many of each of 9 processes",
-            id="nine processes cannot share 24 x 8 as it is split",
-        ),
-        pytest.param(
-            fake_inventory(2, processes=5), "to 10 devices, equally many of each of 5 processes", id="nor can five"
-        ),
+        pytest.param(fake_inventory(1, processes=9), "9 cpu devices, 9 processes", id="nine cannot share 24 x 8"),
+        pytest.param(fake_inventory(2, processes=5), "10 cpu devices, 5 processes", id="nor can five"),
     ],
 )
-def test_a_mesh_that_processes_cannot_share_equally_is_refused(present, why):
+def test_a_mesh_that_processes_cannot_share_equally_is_refused(present, here):
     """With how many there are; never a mesh without the devices of one of them."""
     problem = refused(plan_of(saved_on(), present=present))
     assert problem.could_not == (
-        f"cannot resize mesh (data=2 explicit, model=4 explicit) {why}, so that it divides every dimension that it splits"
+        f"cannot resize mesh (data=2 explicit, model=4 explicit) to {present.device_count} devices: no sizes fit that divide "
+        "what it splits"
     )
+    assert problem.present == f"{here}, each of which must contribute equally many"
     assert problem.fix == "pass mesh= with the axes data, model over present devices"
     assert problem.about == "mesh"
 
