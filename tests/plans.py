@@ -41,6 +41,7 @@ from orbax_explicit._records import (
     SingleDeviceRecord,
     SpecRecord,
     ValueRecord,
+    path_text,
 )
 from orbax_explicit._topology import first_devices
 from orbax_explicit.testing import fake_inventory
@@ -200,7 +201,7 @@ def named_arrays(draw: st.DrawFn, inventory: Inventory, mesh: MeshRecord) -> Arr
     sharding = NamedShardingRecord(mesh=mesh, spec=draw(specs(mesh)), memory_kind=kind)
     rank = len(sharding.spec.partitions) + draw(st.integers(0, 1))
     shape = tuple(sharding.shards_along(i) * draw(st.integers(0, 3)) for i in range(rank))
-    return ArrayRecord(shape=shape, dtype=draw(st.sampled_from(["float32", "int8"])), sharding=sharding)
+    return ArrayRecord(shape=shape, dtype=draw(st.sampled_from(["float32", "int8", "float64"])), sharding=sharding)
 
 
 @st.composite
@@ -235,19 +236,79 @@ def manifests(draw: st.DrawFn, recorded: bool = False) -> Manifest:
 def targets(draw: st.DrawFn, manifest: Manifest) -> dict[LeafPath, TargetRecord]:
     """Some leaves of a manifest and some that it lacks, as asked for in every way."""
     wanted_leaves = {}
+    on_meshes = draw(st.lists(meshes(HERE, typed=True), min_size=1, max_size=2))
     for leaf_path, leaf in (*manifest.leaves.items(), (path("unknown"), array(None))):
-        mesh = draw(meshes(HERE, typed=True))
-        sharding = draw(st.sampled_from([None, NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord()), on(mesh)]))
-        target = TargetRecord(
-            shape=draw(st.sampled_from([None, leaf.shape, (5,)])),
-            dtype=draw(st.sampled_from([None, "float32", "int8"])),
-            sharding=sharding,
-            concrete=sharding is not None and sharding.mesh.device_ids is not None,
-            value_type=draw(st.sampled_from([None, None, "np.ndarray"])),
+        mesh = draw(st.sampled_from(on_meshes))
+        sharding = draw(
+            st.sampled_from(
+                [
+                    None,
+                    NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord()),
+                    NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord(partitions=mesh.axis_names[:1])),
+                    on(mesh),
+                    SingleDeviceRecord(device_id=0),
+                ]
+            )
         )
+        abstractly = isinstance(sharding, NamedShardingRecord) and sharding.mesh.device_ids is None
+        target = TargetRecord(
+            shape=draw(st.sampled_from([None, leaf.shape, leaf.shape, (5,)])),
+            dtype=draw(st.sampled_from([None, "float32", "float16", "int8"])),
+            sharding=sharding,
+            concrete=not abstractly and (sharding is not None or draw(st.integers(0, 3)) == 0),
+            committed=draw(st.sampled_from([None, None, True, False])),
+            value_type=draw(st.sampled_from([None, None, None, "np.ndarray", "int"])),
+            keepable=draw(st.booleans()),
+        )
+        odd = TargetRecord(odd=("cannot restore into a leaf of type set", "use arrays"))
+        placeholder = TargetRecord(placeholder=True, keepable=True)
         if draw(st.integers(0, 4)):
-            wanted_leaves[leaf_path] = target
+            wanted_leaves[leaf_path] = draw(st.sampled_from([target, target, target, TargetRecord(), odd, placeholder]))
     return wanted_leaves
+
+
+def renamings(draw: st.DrawFn, manifest: Manifest) -> dict[Any, Any]:
+    """Names of leaves in the result -> in the checkpoint: some that are there, some that are not."""
+    saved = [path_text(leaf) for leaf in manifest.leaves]
+    names = st.sampled_from([*saved, "unknown", "new", "sub/new", "sub/other", "leaf_0/x"])
+    return draw(st.dictionaries(names, st.sampled_from([*saved, "gone"]), max_size=3))
+
+
+NEW_NAMES = {"d": ["d", "m", "z", None], "m": ["d", "m", "y", None], "x": ["x", None], "q": ["q"]}
+RULES_BY_NAME = [
+    ("leaf_[012]", SpecRecord(partitions=("d",))),
+    ("leaf", SpecRecord(partitions=(None, "m"))),
+    ("5|unknown", SpecRecord()),
+]
+
+
+@st.composite
+def policies(draw: st.DrawFn, manifest: Manifest) -> RestorePolicy:
+    """A policy; about one half of its fields have another value than the default."""
+
+    def choice(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    axes = draw(st.lists(st.sampled_from([*NEW_NAMES]), unique=True, max_size=2))
+    renamed_axes: dict[str, str | None] = {}
+    for axis in axes:
+        new = draw(st.sampled_from(NEW_NAMES[axis]))
+        if new is None or new not in renamed_axes.values():
+            renamed_axes[axis] = new
+    return RestorePolicy(
+        topology=choice("adapt", "exact"),
+        resize=choice((), (), ("d",), ("m", "d"), ("x", "y", "m")),
+        axis_types=choice(None, None, "auto", "explicit", {"d": "explicit"}, {"m": "auto"}),
+        rename_axes=renamed_axes if draw(st.booleans()) else {},
+        indivisible=choice("replicate", "error"),
+        memory_kind=choice("recorded", "recorded", "device", "pinned_host"),
+        missing=choice("error", "keep"),
+        extra=choice("error", "ignore"),
+        cast=choice("same_kind", "never", "unsafe"),
+        rename_leaves=renamings(draw, manifest) if draw(st.booleans()) else {},
+        rules=RULES_BY_NAME[: draw(st.integers(1, 3))] if draw(st.booleans()) else (),
+        arrays=choice("jax", "jax", "jax", "numpy"),
+    )
 
 
 @st.composite
@@ -259,19 +320,12 @@ def restores(draw: st.DrawFn) -> dict[str, Any]:
         "manifest": manifest,
         "targets": draw(st.one_of(st.none(), targets(manifest))),
         "present": present,
-        "policy": draw(
-            st.one_of(
-                st.none(),
-                st.builds(
-                    RestorePolicy,
-                    axis_types=st.sampled_from([None, "auto", {"d": "explicit"}]),
-                    memory_kind=st.sampled_from(["recorded", "device", "pinned_host"]),
-                    cast=st.sampled_from(["same_kind", "never", "unsafe"]),
-                ),
-            )
-        ),
+        "policy": draw(st.one_of(st.none(), policies(manifest), policies(manifest))),
         "mesh": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
         "context": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
         "strict": draw(st.booleans()),
-        "fallback": draw(st.sampled_from([None, AsFallback()])),
+        "fallback": draw(
+            st.sampled_from([None, None, AsFallback(), AsFallback(sharding=SingleDeviceRecord(device_id=0))])
+        ),
+        "x64": draw(st.booleans()),
     }

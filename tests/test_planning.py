@@ -7,8 +7,12 @@ unless said otherwise.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import strategies
@@ -35,15 +39,17 @@ from plans import (
 )
 from trees import path
 
-from orbax_explicit import MeshMismatchError, RestorePolicy, RestoreRefusedError
+from orbax_explicit import MeshMismatchError, RestorePlan, RestorePolicy, RestoreRefusedError
 from orbax_explicit._mesh_planning import same_axes
 from orbax_explicit._outcomes import (
     AsFallback,
     AsTarget,
+    Kept,
     NotPlaced,
     OnDevice,
     OnHost,
     OnMesh,
+    Outcome,
     Uncommitted,
 )
 from orbax_explicit._planning import TargetRecord, plan_from_records
@@ -52,13 +58,16 @@ from orbax_explicit._records import (
     ArrayRecord,
     ContainerRecord,
     Key,
+    LeafPath,
     Manifest,
     MeshRecord,
     NamedShardingRecord,
     PrngRecord,
+    ShardingRecord,
     SingleDeviceRecord,
     SpecRecord,
     ValueRecord,
+    iterate_leaves,
     path_text,
 )
 from orbax_explicit.testing import fake_inventory
@@ -1211,22 +1220,142 @@ def test_same_axes_compares_names_sizes_and_types_but_no_devices():
 # Properties. `strategies` has any record that is valid; those here are of runs that could have been.
 
 
+# Laws, over any restore.
+
+
+def result_paths(plan: RestorePlan, restore: Mapping[str, Any]) -> list[LeafPath]:
+    """The leaves of the result, in tree order."""
+    if restore["targets"] is not None:
+        return list(restore["targets"])
+    assert plan.tree is not None
+    return [leaf_path for leaf_path, _ in iterate_leaves(plan.tree)]
+
+
+def refused_paths(plan: RestorePlan) -> set[LeafPath]:
+    """The leaves that are refused."""
+    return {outcome.path for outcome in plan.outcomes if isinstance(outcome.placement, NotPlaced)}
+
+
 @given(restores())
-def test_every_leaf_has_one_outcome_or_is_refused(restore):
-    """Never both, never neither, and in tree order."""
+def test_every_leaf_has_one_outcome(restore):
+    """In tree order, refused or not; without a target it is the recorded leaves, each once, wherever they moved."""
     plan = plan_from_records(**restore)
-    result = restore["targets"] if restore["targets"] is not None else restore["manifest"].leaves
-    placed = [path_text(outcome.path) for outcome in plan.outcomes]
-    blocked = [name for problem in plan.refused for name in problem.affects]
-    left_out = [leaf for leaf in restore["manifest"].leaves if leaf not in result]
-    assert len(set(placed)) == len(placed)
-    assert set(placed).isdisjoint(blocked)
-    assert {*placed, *blocked} == {path_text(leaf) for leaf in (*result, *left_out)}
-    assert placed == [path_text(leaf) for leaf in result if path_text(leaf) in set(placed)]
-    for problem in plan.refused:
-        assert problem.affects or problem.could_not.startswith("cannot retype"), problem
+    assert [outcome.path for outcome in plan.outcomes] == result_paths(plan, restore)
+    assert len(plan.by_path) == len(plan.outcomes)
+    manifest = restore["manifest"]
+    for outcome in plan.outcomes:
+        assert outcome.recorded is (None if outcome.source is None else manifest.leaves[outcome.source])
+        assert (outcome.rule == "refused") == isinstance(outcome.placement, NotPlaced)
+        assert (outcome.rule == "kept") == isinstance(outcome.placement, Kept)
+    if restore["targets"] is None:
+        assert {outcome.source for outcome in plan.outcomes} == set(manifest.leaves)
+        assert len(plan.outcomes) == len(manifest.leaves)
+    read = {outcome.source for outcome in plan.outcomes}
+    assert plan.left_out == tuple(leaf for leaf in manifest.leaves if leaf not in read)
+
+
+@given(restores())
+def test_refused_leaves_and_problems_point_at_each_other(restore):
+    """What a problem affects are the leaves that are refused for it; or saved ones that the target lacks; or none."""
+    plan = plan_from_records(**restore)
+    assert len(set(plan.refused)) == len(plan.refused)
+    affected: list[list[str]] = [[] for _ in plan.refused]
+    for outcome in plan.outcomes:
+        positions = outcome.placement.problems if isinstance(outcome.placement, NotPlaced) else ()
+        assert bool(positions) == isinstance(outcome.placement, NotPlaced)
+        assert len(set(positions)) == len(positions)
+        assert plan.problems_of(outcome) == tuple(plan.refused[i] for i in positions)
+        for i in positions:
+            affected[i].append(path_text(outcome.path))
+    for problem, names in zip(plan.refused, affected, strict=True):
+        if problem.could_not == "cannot leave out saved leaves that the target lacks":
+            assert names == []
+            assert set(problem.affects) <= set(map(path_text, plan.left_out))
+            assert problem.of == len(restore["manifest"].leaves)
+        else:
+            assert list(problem.affects) == names
+            assert problem.of == (len(plan.outcomes) if names else 0)
         assert problem.could_not.startswith("cannot "), problem
         assert problem.fix, problem
+
+
+def about_no_leaf(plan: RestorePlan) -> set[tuple[str, tuple[str, ...]]]:
+    """The problems of a restore as a whole, and those of saved leaves that the result lacks."""
+    placed_nowhere = {i for o in plan.outcomes if isinstance(o.placement, NotPlaced) for i in o.placement.problems}
+    return {(p.could_not, p.affects) for i, p in enumerate(plan.refused) if i not in placed_nowhere}
+
+
+@pytest.mark.parametrize(
+    ("field", "stricter", "looser"),
+    [
+        pytest.param("topology", "exact", "adapt", id="exact and adapt"),
+        pytest.param("indivisible", "error", "replicate", id="an error and whole where indivisible"),
+        pytest.param("missing", "error", "keep", id="an error and kept where missing"),
+        pytest.param("extra", "error", "ignore", id="an error and ignored where extra"),
+        pytest.param("cast", "never", "same_kind", id="no cast and casts within a kind"),
+        pytest.param("cast", "same_kind", "unsafe", id="casts within a kind and any"),
+    ],
+)
+@given(restores())
+def test_a_looser_policy_refuses_no_more(field, stricter, looser, restore):
+    """And changes nothing about what the stricter one does not refuse."""
+    policy = restore["policy"] or RestorePolicy()
+    if field == "topology":
+        # A rule takes what does not fit, and an exact mesh fits less often.
+        policy = dataclasses.replace(policy, rules=())
+    strict, loose = (
+        plan_from_records(**{**restore, "policy": dataclasses.replace(policy, **{field: choice})})
+        for choice in (stricter, looser)
+    )
+    assert refused_paths(loose) <= refused_paths(strict)
+    assert about_no_leaf(loose) <= about_no_leaf(strict)
+    for before, after in zip(strict.outcomes, loose.outcomes, strict=True):
+        if not isinstance(before.placement, NotPlaced):
+            assert before == after
+    assert (loose.tree, loose.left_out, loose.notes) == (strict.tree, strict.left_out, strict.notes)
+
+
+def where_it_lands(outcome: Outcome, plan: RestorePlan) -> tuple[ShardingRecord | None, tuple[int, ...]]:
+    """Where an outcome is, and on which devices."""
+    match outcome.placement:
+        case OnMesh(mesh=planned_mesh, spec=spec):
+            return NamedShardingRecord(mesh=planned_mesh.mesh, spec=spec), planned_mesh.device_ids
+        case AsTarget(sharding=sharding) | AsFallback(sharding=sharding):
+            if isinstance(sharding, NamedShardingRecord):
+                return sharding, sharding.mesh.device_ids or ()
+            return sharding, () if sharding is None else (sharding.device_id,)
+        case OnDevice(device_id=device_id):
+            return None, plan.default_device_ids[:1] if device_id is None else (device_id,)
+        case Uncommitted():
+            return None, plan.default_device_ids
+    return None, ()
+
+
+ITEM_NBYTES = {"float32": 4, "float16": 2, "float64": 8, "int64": 8, "int8": 1, "uint32": 4, "": 0}
+
+
+@given(restores())
+def test_bytes_add_up(restore):
+    """Over devices and memories it is what every leaf has there, worked out from shapes and specs alone."""
+    plan = plan_from_records(**restore)
+    landing = on_host = read = 0
+    for outcome in plan.outcomes:
+        if isinstance(outcome.placement, NotPlaced | Kept):
+            continue
+        recorded = outcome.recorded
+        key_shape = recorded.prng.key_shape if isinstance(recorded, ArrayRecord) and recorded.prng else ()
+        read += math.prod((*recorded.shape, *key_shape)) * ITEM_NBYTES[recorded.dtype]
+        sharding, ids = where_it_lands(outcome, plan)
+        shape = outcome.shape
+        if isinstance(sharding, NamedShardingRecord):
+            shape = tuple(length // sharding.shards_along(i) for i, length in enumerate(shape))
+        nbytes = math.prod((*shape, *key_shape)) * ITEM_NBYTES[outcome.dtype or recorded.dtype]
+        landing += nbytes * len(ids)
+        on_host += nbytes if isinstance(outcome.placement, OnHost) else 0
+    assert sum(sum(of.values()) for of in plan.bytes_by_memory.values()) == landing
+    assert (plan.bytes_on_host, plan.bytes_read) == (on_host, read)
+    default = restore["present"].default_memory_kind
+    assert sum(plan.bytes_per_device.values()) == sum(plan.bytes_by_memory.get(default, {}).values())
 
 
 @given(
@@ -1238,11 +1367,10 @@ def test_every_leaf_has_one_outcome_or_is_refused(restore):
 def test_any_record_can_be_planned(manifest, present, mesh, context):
     """However odd: what cannot be done is refused, and never an exception."""
     plan = plan_from_records(manifest, None, present, mesh=mesh, context=context)
-    placed = [outcome.path for outcome in plan.outcomes]
-    blocked = {name for problem in plan.refused for name in problem.affects}
-    assert {*map(path_text, placed), *blocked} == set(map(path_text, manifest.leaves))
-    assert len(set(placed)) == len(placed)
-    assert str(plan).startswith("restore REFUSED" if plan.refused else f"restore of {len(placed)} lea")
+    assert [outcome.path for outcome in plan.outcomes] == [leaf_path for leaf_path, _ in iterate_leaves(manifest.tree)]
+    count = len(placed(plan))
+    assert str(plan).startswith("restore REFUSED" if plan.refused else f"restore of {count} lea")
+    assert json.loads(plan.to_json())["notes"] == list(manifest.notes)
 
 
 @given(restores())
@@ -1251,6 +1379,7 @@ def test_planning_is_deterministic(restore):
     plan = plan_from_records(**restore)
     assert plan_from_records(**restore) == plan
     assert str(plan_from_records(**restore)) == str(plan)
+    assert plan_from_records(**restore).to_json() == plan.to_json()
 
 
 @given(manifests(recorded=True))
@@ -1287,7 +1416,7 @@ def test_a_plan_on_unchanged_devices_changes_nothing(manifest):
 
 @given(restores())
 def test_a_plan_never_invents_axes(restore):
-    """The axes of every outcome are those that were recorded, passed, or asked for by the target or the policy."""
+    """The axes of every outcome were recorded, passed, or asked for by the target or the policy; no other has another name."""
     plan = plan_from_records(**restore)
     policy = restore["policy"] or RestorePolicy()
     given_meshes = [mesh for mesh in (restore["mesh"], restore["context"]) if mesh is not None]
@@ -1295,35 +1424,48 @@ def test_a_plan_never_invents_axes(restore):
         if isinstance(target.sharding, NamedShardingRecord):
             given_meshes.append(target.sharding.mesh)
     allowed = {(mesh.axis_names, mesh.axis_types) for mesh in given_meshes}
+    specs_by_name = [rule.spec for rule in policy.rules]
     for mesh in restore["manifest"].meshes:
-        allowed.add(
-            (mesh.axis_names, policy.typed(mesh.axis_names, mesh.axis_types or ("auto",) * len(mesh.axis_names)))
-        )
-    for outcome in plan.outcomes:
-        if isinstance(outcome.placement, OnMesh):
-            mesh = outcome.placement.mesh.mesh
-            assert (mesh.axis_names, mesh.axis_types) in allowed
-            assert outcome.placement.spec.axes() <= set(mesh.axis_names)
-            assert outcome.placement.memory_kind in restore["present"].memory_kinds
+        types = policy.typed(mesh.axis_names, mesh.axis_types or ("auto",) * len(mesh.axis_names))
+        allowed.add((tuple(policy.rename_axes.get(name) or name for name in mesh.axis_names), types))
+    for outcome in placed(plan):
+        if not isinstance(outcome.placement, OnMesh):
+            continue
+        mesh, spec = outcome.placement.mesh.mesh, outcome.placement.spec
+        assert (mesh.axis_names, mesh.axis_types) in allowed
+        assert spec.axes() <= set(mesh.axis_names)
+        assert outcome.placement.memory_kind in restore["present"].memory_kinds
+        if outcome.rule == "recorded":
+            recorded = outcome.recorded.sharding.spec
+            kept = {policy.rename_axes.get(axis, axis) for axis in recorded.axes()}
+            assert spec.axes() <= kept
+            changed = {change.kind for change in outcome.changes}
+            if not changed & {"axes renamed", "replicated"}:
+                assert spec == recorded
+        elif outcome.rule == "rules":
+            assert any(spec.axes() <= rule.axes() for rule in specs_by_name)
 
 
 @given(restores())
 def test_an_array_on_a_mesh_can_be_placed_as_planned(restore):
     """The mesh divides it, has no more devices than there are, and is on devices that are here or were named."""
     plan = plan_from_records(**restore)
+    present = restore["present"]
     for outcome in plan.outcomes:
         if not isinstance(outcome.placement, OnMesh):
             continue
-        planned = outcome.placement.mesh
+        planned_mesh = outcome.placement.mesh
         target = (restore["targets"] or {}).get(outcome.path)
-        shape = target.shape if target is not None and target.shape is not None else outcome.recorded.shape
-        as_placed = NamedShardingRecord(mesh=planned.mesh, spec=outcome.placement.spec)
-        assert [n % as_placed.shards_along(i) for i, n in enumerate(shape)] == [0] * len(shape)
-        if planned.source == "new":
-            assert planned.mesh.device_ids is None
-            assert planned.mesh.size <= restore["present"].device_count
-        elif planned.source.startswith("recorded"):
-            assert set(planned.mesh.device_ids) <= set(restore["present"].device_ids)
+        asked = target.shape if target is not None and not restore["strict"] else None
+        assert outcome.shape == (outcome.recorded.shape if asked is None else asked)
+        as_placed = NamedShardingRecord(mesh=planned_mesh.mesh, spec=outcome.placement.spec)
+        assert [n % as_placed.shards_along(i) for i, n in enumerate(outcome.shape)] == [0] * len(outcome.shape)
+        assert len(planned_mesh.device_ids) == planned_mesh.mesh.size
+        if planned_mesh.source == "new":
+            assert planned_mesh.mesh.device_ids is None
+        if planned_mesh.source == "new" or planned_mesh.source.startswith("recorded"):
+            assert set(planned_mesh.device_ids) <= set(present.device_ids)
+            assert len(set(planned_mesh.device_ids)) == planned_mesh.mesh.size
 
 
 def test_a_hundred_thousand_arrays_on_65536_devices_are_planned(monkeypatch):
