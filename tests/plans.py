@@ -170,7 +170,9 @@ def meshes(draw: st.DrawFn, inventory: Inventory, typed: bool = False) -> MeshRe
     for _ in range(draw(st.integers(0, 3))):
         sizes.append(draw(st.integers(1, inventory.device_count // math.prod(sizes))))
     ids = draw(st.permutations(inventory.device_ids))[: math.prod(sizes)]
-    types = draw(st.lists(st.sampled_from(AXIS_TYPES), min_size=len(sizes), max_size=len(sizes)))
+    types = draw(
+        st.lists(st.sampled_from([*AXIS_TYPES[:2] * 4, *AXIS_TYPES]), min_size=len(sizes), max_size=len(sizes))
+    )
     return MeshRecord(
         axis_names=tuple(draw(st.permutations(AXES))[: len(sizes)]),
         axis_sizes=tuple(sizes),
@@ -215,8 +217,9 @@ def manifests(draw: st.DrawFn, recorded: bool = False) -> Manifest:
         platform=st.just(inventory.platform),
         memory_kind=st.sampled_from([None, *inventory.memory_kinds]),
     )
+    on_a_mesh = st.sampled_from(on_meshes).flatmap(lambda mesh: named_arrays(inventory, mesh))
     kinds = [
-        st.sampled_from(on_meshes).flatmap(lambda mesh: named_arrays(inventory, mesh)),
+        *[on_a_mesh] * 4,
         # An array that is committed to a device of one process of several cannot be saved.
         st.builds(
             array, single, st.just((2,)), committed=st.booleans() if inventory.process_count == 1 else st.just(False)
@@ -243,6 +246,7 @@ def targets(draw: st.DrawFn, manifest: Manifest) -> dict[LeafPath, TargetRecord]
             st.sampled_from(
                 [
                     None,
+                    None,
                     NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord()),
                     NamedShardingRecord(mesh=abstract(mesh), spec=SpecRecord(partitions=mesh.axis_names[:1])),
                     on(mesh),
@@ -252,18 +256,19 @@ def targets(draw: st.DrawFn, manifest: Manifest) -> dict[LeafPath, TargetRecord]
         )
         abstractly = isinstance(sharding, NamedShardingRecord) and sharding.mesh.device_ids is None
         target = TargetRecord(
-            shape=draw(st.sampled_from([None, leaf.shape, leaf.shape, (5,)])),
-            dtype=draw(st.sampled_from([None, "float32", "float16", "int8"])),
+            shape=draw(st.sampled_from([*[None, leaf.shape] * 3, (5,)])),
+            dtype=draw(st.sampled_from([*[None, leaf.dtype] * 2, "float32", "float16", "int8"])) or None,
             sharding=sharding,
             concrete=not abstractly and (sharding is not None or draw(st.integers(0, 3)) == 0),
-            committed=draw(st.sampled_from([None, None, True, False])),
-            value_type=draw(st.sampled_from([None, None, None, "np.ndarray", "int"])),
+            committed=draw(st.sampled_from([*[None] * 4, True, False])),
+            value_type=draw(st.sampled_from([*[None] * 6, "np.ndarray", "int"])),
             keepable=draw(st.booleans()),
         )
         odd = TargetRecord(odd=("cannot restore into a leaf of type set", "use arrays"))
         placeholder = TargetRecord(placeholder=True, keepable=True)
         if draw(st.integers(0, 4)):
-            wanted_leaves[leaf_path] = draw(st.sampled_from([target, target, target, TargetRecord(), odd, placeholder]))
+            kinds = [*[target] * 6, TargetRecord(), TargetRecord(), odd, placeholder]
+            wanted_leaves[leaf_path] = draw(st.sampled_from(kinds))
     return wanted_leaves
 
 
@@ -271,7 +276,8 @@ def renamings(draw: st.DrawFn, manifest: Manifest) -> dict[Any, Any]:
     """Names of leaves in the result -> in the checkpoint: some that are there, some that are not."""
     saved = [path_text(leaf) for leaf in manifest.leaves]
     names = st.sampled_from([*saved, "unknown", "new", "sub/new", "sub/other", "leaf_0/x"])
-    return draw(st.dictionaries(names, st.sampled_from([*saved, "gone"]), max_size=3))
+    renamed = st.dictionaries(names, st.sampled_from([*saved, *saved, "gone"]), min_size=1, max_size=3)
+    return draw(renamed) if draw(st.sampled_from([True, False, False])) else {}
 
 
 NEW_NAMES = {"d": ["d", "m", "z", None], "m": ["d", "m", "y", None], "x": ["x", None], "q": ["q"]}
@@ -284,30 +290,31 @@ RULES_BY_NAME = [
 
 @st.composite
 def policies(draw: st.DrawFn, manifest: Manifest) -> RestorePolicy:
-    """A policy; about one half of its fields have another value than the default."""
+    """A policy; each field has the default as often as not, or more often where any other value refuses much."""
 
     def choice(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    axes = draw(st.lists(st.sampled_from([*NEW_NAMES]), unique=True, max_size=2))
+    some_axes = st.lists(st.sampled_from([*NEW_NAMES]), unique=True, max_size=2)
+    axes = draw(some_axes) if draw(st.sampled_from([True, False, False])) else []
     renamed_axes: dict[str, str | None] = {}
     for axis in axes:
         new = draw(st.sampled_from(NEW_NAMES[axis]))
         if new is None or new not in renamed_axes.values():
             renamed_axes[axis] = new
     return RestorePolicy(
-        topology=choice("adapt", "exact"),
-        resize=choice((), (), ("d",), ("m", "d"), ("x", "y", "m")),
-        axis_types=choice(None, None, "auto", "explicit", {"d": "explicit"}, {"m": "auto"}),
-        rename_axes=renamed_axes if draw(st.booleans()) else {},
+        topology=choice("adapt", "adapt", "exact"),
+        resize=choice(*[()] * 4, ("d",), ("m", "d"), ("x", "y", "m")),
+        axis_types=choice(*[None] * 4, "auto", "explicit", {"d": "explicit"}, {"m": "auto"}),
+        rename_axes=renamed_axes,
         indivisible=choice("replicate", "error"),
-        memory_kind=choice("recorded", "recorded", "device", "pinned_host"),
+        memory_kind=choice(*["recorded"] * 4, "device", "pinned_host"),
         missing=choice("error", "keep"),
-        extra=choice("error", "ignore"),
+        extra=choice("error", "ignore", "ignore"),
         cast=choice("same_kind", "never", "unsafe"),
-        rename_leaves=renamings(draw, manifest) if draw(st.booleans()) else {},
-        rules=RULES_BY_NAME[: draw(st.integers(1, 3))] if draw(st.booleans()) else (),
-        arrays=choice("jax", "jax", "jax", "numpy"),
+        rename_leaves=renamings(draw, manifest),
+        rules=RULES_BY_NAME[: draw(st.sampled_from([0, 0, 1, 2, 3]))],
+        arrays=choice(*["jax"] * 6, "numpy"),
     )
 
 
@@ -325,7 +332,7 @@ def restores(draw: st.DrawFn) -> dict[str, Any]:
         "context": draw(st.one_of(st.none(), st.none(), meshes(present, typed=True))),
         "strict": draw(st.booleans()),
         "fallback": draw(
-            st.sampled_from([None, None, AsFallback(), AsFallback(sharding=SingleDeviceRecord(device_id=0))])
+            st.sampled_from([*[None] * 4, AsFallback(), AsFallback(sharding=SingleDeviceRecord(device_id=0))])
         ),
-        "x64": draw(st.booleans()),
+        "x64": draw(st.sampled_from([True, True, False])),
     }
