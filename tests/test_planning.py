@@ -857,6 +857,292 @@ def test_a_memory_kind_that_was_asked_for_and_is_not_here_is_refused(targets, po
     assert problem.present == "cpu devices with device, pinned_host, unpinned_host"
 
 
+# Axes by other names.
+
+
+@pytest.mark.parametrize(
+    ("renames", "mesh", "partitions"),
+    [
+        pytest.param({"m": "x"}, mesh_of({"d": 2, "x": 4}), ("d", "x"), id="one axis has another name"),
+        pytest.param({"d": "m", "m": "d"}, mesh_of({"d": 4, "m": 2}), ("m", "d"), id="two axes swap names"),
+        pytest.param({"m": None}, mesh_of({"d": 8}), ("d", None), id="an axis is dropped"),
+        pytest.param({"d": None, "m": None}, mesh_of({"z": 8}), (None, None), id="every axis is dropped"),
+    ],
+)
+def test_recorded_axes_are_called_otherwise_on_a_mesh_that_was_passed(renames, mesh, partitions):
+    """The spec follows, and the plan says so."""
+    outcome = only(plan_of(mesh=mesh, policy=RestorePolicy(rename_axes=renames)))
+    assert outcome.placement == OnMesh(
+        mesh=planned(mesh, "given", MESH), spec=SpecRecord(partitions=partitions), memory_kind="device"
+    )
+    assert [(change.kind, change.text) for change in outcome.changes] == [
+        ("axes renamed", f"P('d', 'm') -> {SpecRecord(partitions=partitions)}")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("partitions", "renamed"),
+    [
+        pytest.param((("d", "m"),), (("d", "x"),), id="one of two axes of a dimension"),
+        pytest.param((("m", "d"), None), (("x", "d"), None), id="their order and the length of the spec stay"),
+        pytest.param((None, "m"), (None, "x"), id="the second dimension"),
+        pytest.param(("d",), ("d",), id="a spec that does not name the axis"),
+        pytest.param((), (), id="an empty spec"),
+    ],
+)
+def test_a_spec_of_renamed_axes(partitions, renamed):
+    """Verbatim but for the name."""
+    saved = manifest_of({"w": array(on(MESH, *partitions), (8, 8))})
+    placement = only(
+        plan_of(saved, mesh=mesh_of({"d": 2, "x": 4}), policy=RestorePolicy(rename_axes={"m": "x"}))
+    ).placement
+    assert placement.spec == SpecRecord(partitions=renamed)
+
+
+@pytest.mark.parametrize(
+    ("renames", "partitions", "expected"),
+    [
+        pytest.param({"m": None}, (("d", "m"),), (("d",),), id="the other axis of its dimension stays"),
+        pytest.param({"d": None, "m": None}, (("d", "m"),), (None,), id="with both the dimension is whole"),
+        pytest.param({"m": None}, ("m", "d"), (None, "d"), id="a dimension of its own is whole"),
+    ],
+)
+def test_a_dropped_axis_splits_nothing(renames, partitions, expected):
+    """Arrays are whole along the dimensions that it split; where the mesh is rebuilt it stays an axis of it."""
+    saved = manifest_of({"w": array(on(MESH, *partitions))})
+    placement = only(plan_of(saved, policy=RestorePolicy(rename_axes=renames))).placement
+    assert placement.spec == SpecRecord(partitions=expected)
+    assert placement.mesh == planned(MESH, "recorded devices", MESH)
+
+
+def test_reduced_axes_are_renamed_too():
+    """And stay sorted."""
+    saved = manifest_of({"w": array(on(mesh_of({"a": 2, "b": 2, "d": 2}), "d", reduced=("a", "b")), (8,))})
+    placement = only(plan_of(saved, policy=RestorePolicy(rename_axes={"a": "z"}))).placement
+    assert placement.spec == SpecRecord(partitions=("d",), reduced=("b", "z"))
+
+
+def test_a_rebuilt_mesh_has_the_new_names():
+    """On its recorded devices; without `mesh=` the names are the caller's all the same."""
+    placement = only(plan_of(policy=RestorePolicy(rename_axes={"m": "model"}))).placement
+    renamed = mesh_of({"d": 2, "model": 4})
+    assert placement.mesh == planned(renamed, "recorded devices", MESH)
+
+
+@pytest.mark.parametrize(
+    ("context", "renames"),
+    [
+        pytest.param(mesh_of({"data": 2, "m": 4}), {"d": "data"}, id="under the new names"),
+        pytest.param(mesh_of({"d": 8}), {"m": None}, id="without an axis that is dropped"),
+    ],
+)
+def test_a_context_mesh_takes_renamed_axes(context, renames):
+    """It need have only what the policy leaves."""
+    assert only(plan_of(context=context, policy=RestorePolicy(rename_axes=renames))).placement.mesh.source == "context"
+
+
+def test_an_abstract_target_of_renamed_axes_is_on_the_recorded_devices():
+    """The recorded mesh is the same one under another name."""
+    turned = mesh_of(ids=range(7, -1, -1))
+    saved = manifest_of({"w": array(on(turned, "d"))})
+    target = wanted(on(abstract(mesh_of({"data": 2, "m": 4})), "data"))
+    placement = only(plan_of(saved, {"w": target}, policy=RestorePolicy(rename_axes={"d": "data"}))).placement
+    assert placement.mesh == planned(mesh_of({"data": 2, "m": 4}, ids=turned.device_ids), "recorded devices")
+
+
+def test_types_go_by_recorded_names_too():
+    """Every field of a policy does."""
+    policy = RestorePolicy(rename_axes={"m": "model"}, axis_types={"m": "auto"})
+    assert only(plan_of(policy=policy)).placement.mesh.mesh == mesh_of({"d": 2, "model": 4}, ("explicit", "auto"))
+
+
+# Specs by name.
+
+BY_NAME = RestorePolicy(rules=[("w", SpecRecord(partitions=("d",)))])
+STOCK = manifest_of({"v": array(None), "w": array(None)})
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "mesh"),
+    [
+        pytest.param(
+            STOCK, {"mesh": mesh_of({"d": 8})}, planned(mesh_of({"d": 8}), "given"), id="the mesh that was passed"
+        ),
+        pytest.param(
+            STOCK, {"context": mesh_of({"d": 8})}, planned(mesh_of({"d": 8}), "context"), id="the mesh of jax.set_mesh"
+        ),
+        pytest.param(
+            manifest_of({"v": array(on(MESH)), "w": array(None)}),
+            {},
+            planned(MESH, "recorded devices", MESH),
+            id="the only recorded mesh",
+        ),
+        pytest.param(
+            manifest_of({"v": array(on(MESH)), "w": array(None)}),
+            {"present": fake_inventory(4)},
+            planned(
+                dataclasses.replace(mesh_of({"d": 1, "m": 4}), device_ids=None), "new", MESH, present=fake_inventory(4)
+            ),
+            id="the only recorded mesh, resized",
+        ),
+        pytest.param(
+            STOCK,
+            {"targets": {"v": wanted(on(mesh_of({"d": 4})), concrete=True), "w": wanted()}},
+            planned(mesh_of({"d": 4}), "target"),
+            id="the only mesh of the target",
+        ),
+        pytest.param(
+            STOCK,
+            {"targets": {"v": wanted(on(abstract(mesh_of({"d": 4})))), "w": wanted()}},
+            planned(dataclasses.replace(mesh_of({"d": 4}), device_ids=None), "new"),
+            id="the only mesh of the target, made concrete",
+        ),
+        pytest.param(
+            manifest_of({"v": array(None), "w": array(on(MESH, "m"))}),
+            {"mesh": mesh_of({"d": 8})},
+            planned(mesh_of({"d": 8}), "given"),
+            id="the mesh that was passed, which the recorded spec does not fit",
+        ),
+        pytest.param(
+            manifest_of({"v": array(None), "w": ValueRecord(type="np.ndarray", shape=(8, 8), dtype="float32")}),
+            {"mesh": mesh_of({"d": 8})},
+            planned(mesh_of({"d": 8}), "given"),
+            id="the mesh that was passed, for a NumPy array",
+        ),
+        pytest.param(
+            manifest_of({"v": array(None), "w": array(SingleDeviceRecord(device_id=0))}),
+            {"mesh": mesh_of({"d": 8})},
+            planned(mesh_of({"d": 8}), "given"),
+            id="the mesh that was passed, for an array of one device",
+        ),
+    ],
+)
+def test_a_spec_by_name_is_placed_on(saved, options, mesh):
+    """For an array without a usable spec whose name it is found in; others are as without it."""
+    plan = plan_of(saved, policy=BY_NAME, **options)
+    assert plan.refused == ()
+    outcome = plan.by_path[path("w")]
+    assert (outcome.rule, outcome.placement) == (
+        "rules",
+        OnMesh(mesh=mesh, spec=SpecRecord(partitions=("d",)), memory_kind="device"),
+    )
+    assert plan.by_path[path("v")].rule != "rules"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "options", "rule"),
+    [
+        pytest.param(array(on(MESH, "m")), {"mesh": MESH}, "recorded", id="whose recorded spec fits"),
+        pytest.param(
+            array(None), {"targets": {"w": wanted(on(MESH), concrete=True)}}, "target", id="that the target places"
+        ),
+        pytest.param(
+            array(None),
+            {"targets": {"w": wanted(on(abstract(MESH)))}},
+            "target's abstract mesh",
+            id="that the target places on an abstract mesh",
+        ),
+        pytest.param(
+            array(None),
+            {"targets": {"w": wanted(value_type="np.ndarray")}, "mesh": MESH},
+            "host",
+            id="that becomes NumPy",
+        ),
+        pytest.param(ValueRecord(type="int", dtype="int64"), {"mesh": MESH}, "host", id="that is a Python number"),
+        pytest.param(ValueRecord(type="str"), {"mesh": MESH}, "host", id="that is a text"),
+    ],
+)
+def test_a_spec_by_name_is_not_for_a_leaf(leaf, options, rule):
+    """Rules come last, and are for arrays."""
+    assert only(plan_of(manifest_of({"w": leaf}), policy=BY_NAME, **options)).rule == rule
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "could_not"),
+    [
+        pytest.param(
+            STOCK, {}, "cannot place P('d'), of rules 'w': there is no mesh to place it on", id="where there is no mesh"
+        ),
+        pytest.param(
+            manifest_of({"u": array(on(MESH)), "v": array(on(mesh_of({"d": 8}))), "w": array(None)}),
+            {},
+            "cannot place P('d'), of rules 'w': there are 2 meshes to choose from",
+            id="where there are two",
+        ),
+        pytest.param(
+            STOCK,
+            {"mesh": mesh_of({"x": 8})},
+            "cannot place P('d'), of rules 'w': the mesh has no axis 'd'",
+            id="where the mesh lacks its axes",
+        ),
+    ],
+)
+def test_a_spec_by_name_is_refused(saved, options, could_not):
+    """By leaf name."""
+    plan = plan_of(saved, policy=BY_NAME, **options)
+    assert [(problem.could_not, problem.affects) for problem in plan.refused] == [(could_not, ("w",))]
+
+
+def test_a_spec_by_name_is_whole_where_the_mesh_does_not_divide():
+    """As a recorded one."""
+    saved = manifest_of({"w": array(None, (7, 8))})
+    outcome = only(plan_of(saved, mesh=MESH, policy=BY_NAME))
+    assert outcome.placement.spec == SpecRecord(partitions=(None,))
+    assert outcome.notes == ("whole along dimension 0 of (7, 8), which d=2 does not divide",)
+
+
+# Everything on the host.
+
+
+@pytest.mark.parametrize(
+    ("leaf", "type_", "notes"),
+    [
+        pytest.param(array(on(MESH, "d", "m")), "np.ndarray", (), id="an array on a mesh"),
+        pytest.param(array(on(MESH, "d", kind="pinned_host")), "np.ndarray", (), id="an array in pinned memory"),
+        pytest.param(
+            array(on(mesh_of({"x": 512}), "x"), (512,)), "np.ndarray", (), id="an array on devices that are gone"
+        ),
+        pytest.param(array(SingleDeviceRecord(device_id=77)), "np.ndarray", (), id="an array on a device that is gone"),
+        pytest.param(array(None), "np.ndarray", (), id="an array of which nothing was recorded"),
+        pytest.param(
+            array(on(MESH, unreduced=("m",), unreduced_kind="sum")), "np.ndarray", (), id="a pending reduction"
+        ),
+        pytest.param(KEYS, "np.ndarray", ("key<threefry2x32> as its data, uint32",), id="keys, as their data"),
+        pytest.param(ValueRecord(type="int", dtype="int64"), "int", (), id="a Python number"),
+        pytest.param(ValueRecord(type="str"), "str", (), id="a text"),
+    ],
+)
+@pytest.mark.parametrize("policy", [RestorePolicy(arrays="numpy"), RestorePolicy(arrays="numpy", topology="exact")])
+def test_as_numpy_every_leaf_is_a_value_on_the_host(leaf, type_, notes, policy):
+    """No device is touched, whichever were recorded; 64 bits need no `jax_enable_x64`."""
+    outcome = only(
+        plan_of(manifest_of({"w": leaf}, fake_inventory(512)), present=fake_inventory(1), policy=policy, x64=False)
+    )
+    assert (outcome.placement, outcome.rule, outcome.notes) == (OnHost(type=type_), "host", notes)
+
+
+def test_as_numpy_a_target_still_says_shapes_and_dtypes():
+    """Its shardings do not count."""
+    target = wanted(on(mesh_of({"x": 8}), "x"), concrete=True, dtype="bfloat16")
+    outcome = only(plan_of(targets={"w": target}, policy=RestorePolicy(arrays="numpy")))
+    assert (outcome.placement, outcome.dtype) == (OnHost(type="np.ndarray"), "bfloat16")
+    problem = refused(plan_of(targets={"w": wanted(shape=(1,))}, policy=RestorePolicy(arrays="numpy")))
+    assert problem.could_not == "cannot restore shape (8, 8) into shape (1,)"
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+def test_sixty_four_bits_need_x64(dtype):
+    """A `jax.Array` could not hold them; on the host they need nothing, nor do they where a target wants fewer."""
+    saved = manifest_of({"w": array(on(MESH, "d"), dtype=dtype)})
+    assert refused(plan_of(saved, x64=False)).could_not == f"cannot hold {dtype} in a jax.Array"
+    half = dtype.replace("64", "32").replace("128", "64")
+    assert only(plan_of(saved, x64=True)).dtype is None
+    narrow = plan_of(saved, {"w": wanted(dtype=half)}, x64=False, policy=RestorePolicy(cast="unsafe"))
+    assert only(narrow).dtype == half
+    on_host = plan_of(saved, {"w": wanted(dtype=dtype, value_type="np.ndarray")}, x64=False)
+    assert only(on_host).rule == "host"
+
+
 # Shapes, dtypes and leaves that do not fit the target.
 
 
