@@ -212,12 +212,12 @@ class _Planner:
         for rule in rules:
             if id(rule) in self.rules_used:
                 continue
-            if any(re.search(rule.pattern, path_text(outcome.path)) for outcome in outcomes):
+            if not outcomes or any(re.search(rule.pattern, path_text(outcome.path)) for outcome in outcomes):
                 notes.append(
                     f"rules: {rule.pattern!r} decides nothing: each leaf that it matches has a spec of its own"
                 )
             else:
-                self._report(_refusals.rule_matches_nothing(rule))
+                self._report(_refusals.rule_matches_nothing(rule, path_text(outcomes[-1].path)))
         if self.mesh is not None and self.policy.axis_types is not None:
             notes.append("axis_types of the policy do not apply: the mesh that was passed has its own")
         placed = [o.placement.mesh for o in outcomes if isinstance(o.placement, OnMesh)]
@@ -399,7 +399,7 @@ class _Planner:
         """Uncommitted, which in JAX is always in the default memory, whatever kind was recorded or asked for."""
         default = self.present.default_memory_kind
         if kind != default:
-            text = f"an uncommitted array is in the default memory: {default}, not {kind}"
+            text = f"uncommitted, so in {default} memory, not {kind}"
             changes = (*changes, Change(kind="memory kind", text=text))
         return _Decision(rule, Uncommitted(memory_kind=default), changes)
 
@@ -418,7 +418,7 @@ class _Planner:
         planned = self.meshes.for_target(target.mesh, own)
         kind = target.memory_kind or self.present.default_memory_kind
         if kind not in self.present.memory_kinds:
-            raise Refused(_refusals.memory_kind_is_not_here(kind, "the target's memory kind", self.present))
+            raise Refused(_refusals.memory_kind_is_not_here(kind, "target", self.present))
         changes: tuple[Change, ...] = ()
         if target.memory_kind is None and recorded is not None:
             recorded_kind, _ = self._memory_kind(recorded.memory_kind)
@@ -460,7 +460,7 @@ class _Planner:
         wanted = self.policy.memory_kind
         if wanted != RECORDED:
             if wanted not in self.present.memory_kinds:
-                raise Refused(_refusals.memory_kind_is_not_here(wanted, "the policy's memory kind", self.present))
+                raise Refused(_refusals.memory_kind_is_not_here(wanted, "policy", self.present))
             return wanted, ()
         default = self.present.default_memory_kind
         saved = self.manifest.inventory

@@ -6,6 +6,7 @@ where the plan is put together. `tests/golden/refusals` shows each of them as a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from orbax_explicit._errors import Problem
@@ -102,25 +103,25 @@ def mesh_cannot_be_resized(
 ) -> Problem:
     """No sizes of a recorded mesh fit the present devices by the rule of `_topology`."""
     limit = f" with resize={tuple(resize)}" if resize else ""
-    share = ", each of which must contribute equally many" if room.processes > 1 else ""
-    widen = "more axes in resize, or " if resize else ""
+    fixed = {axis: size for axis, size in mesh.shape.items() if resize and axis not in resize}
+    if math.prod(fixed.values()) > room.devices:
+        kept = ", ".join(f"{axis}={size}" for axis, size in fixed.items())
+        why = f"{kept}, which may not change, {'take' if len(fixed) > 1 else 'takes'} {math.prod(fixed.values())}"
+    else:
+        why = "no sizes that divide what it splits have equally many devices of each process"
     return Problem(
-        could_not=f"cannot resize mesh {mesh} to {plural(present.device_count, 'device')}{limit}: no sizes fit that divide "
-        "what it splits",
+        could_not=f"cannot resize mesh {mesh} to {plural(present.device_count, 'device')}{limit}: {why}",
         recorded=_saved_on(mesh, saved),
-        present=f"{present}{share}",
-        fix=f"{widen}pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices",
+        present=str(present),
+        fix=("name more axes in resize, or " if resize else "")
+        + f"pass mesh= with the axes {', '.join(mesh.axis_names)} over present devices",
         about="mesh",
     )
 
 
 def _saved_on(mesh: MeshRecord, saved: Inventory | None) -> str:
-    where = str(saved) if saved is not None else "not which devices"
-    return (
-        f"mesh {mesh} of {plural(mesh.size, 'device')}; saved on {where}"
-        if saved is not None
-        else f"mesh {mesh}; {where}"
-    )
+    where = str(saved) if saved is not None else "devices that were not recorded"
+    return f"mesh {mesh} of {plural(mesh.size, 'device')}, saved on {where}"
 
 
 # The policy.
@@ -181,20 +182,21 @@ def numpy_is_not_on_a_mesh(mesh: MeshRecord) -> Problem:
     )
 
 
-def memory_kind_is_not_here(kind: str, whose: str, present: Inventory) -> Problem:
+def memory_kind_is_not_here(kind: str, who: str, present: Inventory) -> Problem:
     """The platform lacks a memory kind that was asked for."""
     return Problem(
-        could_not=f"cannot restore into {kind!r}, {whose}",
+        could_not=f"cannot restore into memory kind {kind!r}, which the {who} names",
         present=f"{present.platform} devices with {', '.join(present.memory_kinds)}",
         fix="name one of these, or leave it out for the default",
     )
 
 
-def rule_matches_nothing(rule: SpecRule) -> Problem:
+def rule_matches_nothing(rule: SpecRule, example: str) -> Problem:
     """A spec by name that is found in the path of no leaf: a misspelt one would change nothing, silently."""
     return Problem(
         could_not=f"cannot follow rules: {rule.pattern!r} is found in the path of no leaf",
-        fix="write it as re.search takes it, for paths such as params/layer_0/kernel; print(read_manifest(path)) lists them",
+        present=f"paths such as {example}",
+        fix="write it as re.search takes it; print(read_manifest(path)) lists the paths",
     )
 
 
@@ -305,7 +307,7 @@ def dtype_needs_x64(dtype: str) -> Problem:
         could_not=f"cannot hold {dtype} in a jax.Array",
         recorded=dtype,
         present="jax_enable_x64 is off",
-        fix="switch jax_enable_x64 on, or restore into a target of 32 bits",
+        fix="switch jax_enable_x64 on, restore into a target of 32 bits, or into NumPy",
     )
 
 

@@ -32,8 +32,13 @@ def plan_text(plan: RestorePlan) -> str:
     count = f"{len(placed)} {_leaves(len(placed))}"
     lines = [f"restore of {count}, {bytes_text(plan.bytes_read)} to read"]
     if plan.refused:
-        lines = [f"restore REFUSED for {plural(len(plan.refused), 'problem')}; {count} could be restored"]
-    lines += _labelled("recorded", [str(plan.recorded) if plan.recorded is not None else "not which devices"])
+        affected = len(plan.outcomes) - len(placed)
+        lines = [f"restore REFUSED for {plural(len(plan.refused), 'problem')}"]
+        if affected:
+            lines[0] += f" of {affected} of {len(plan.outcomes)} {_leaves(len(plan.outcomes))}"
+    lines += _labelled(
+        "recorded", [str(plan.recorded) if plan.recorded is not None else "devices that were not recorded"]
+    )
     lines += _labelled("present", [str(plan.present)])
     for planned in plan.meshes:
         lines += _mesh_lines(planned, plan.present.device_count)
@@ -51,7 +56,7 @@ def plan_text(plan: RestorePlan) -> str:
         for change in outcome.changes:
             if change.kind not in ("resized", "retyped"):  # Its mesh stands above.
                 changed.setdefault((change.kind, change.text), []).append(outcome.path)
-    shown = [f"{text}: {_some(paths)}" for (_, text), paths in list(changed.items())[:_CHANGES_SHOWN]]
+    shown = [_change_line(kind, text, paths) for (kind, text), paths in list(changed.items())[:_CHANGES_SHOWN]]
     if len(changed) > _CHANGES_SHOWN:
         shown.append(f"and {len(changed) - _CHANGES_SHOWN} changes more; to_json() has all of them")
     lines += _labelled("changed", shown)
@@ -77,6 +82,11 @@ def bytes_text(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
 
 
+def _change_line(kind: ChangeKind, text: str, paths: Sequence[LeafPath]) -> str:
+    # The text of a rename names the leaf already.
+    return text if kind == "renamed" and len(paths) == 1 else f"{text}: {_some(paths)}"
+
+
 def _labelled(label: str, texts: Iterable[str]) -> list[str]:
     return [f"  {label if i == 0 else '':<9} {text}" for i, text in enumerate(texts)]
 
@@ -89,8 +99,8 @@ _SOURCE_TEXT: Mapping[MeshSource, str] = {
     "given": "the mesh that was passed",
     "context": "the mesh of jax.set_mesh",
     "target": "the target's own mesh",
-    "recorded devices": "the recorded ones",
-    "recorded positions": "those at the recorded positions",
+    "recorded devices": "as recorded",
+    "recorded positions": "at the recorded positions",
     "recorded processes": "the same axes over processes as recorded",
     "new": "in the order of jax.make_mesh",
 }
@@ -113,7 +123,9 @@ def _mesh_lines(planned: PlannedMesh, present: int) -> list[str]:
     before, after = str(planned.recorded), str(planned.mesh)
     where = _SOURCE_TEXT[planned.source]
     if planned.source not in ("given", "context", "target"):
-        where = f"on {len(planned.device_ids)} of {plural(present, 'device')}, {where}"
+        count = len(planned.device_ids)
+        of = plural(present, "device")
+        where = f"on {f'all {of}' if count == present > 1 else f'{count} of {of}'}, {where}"
     text = f"{after} {where}" if where.startswith("on ") else f"{after}, {where}"
     if planned.recorded is None or before == after:
         return _labelled("mesh", [text])

@@ -365,7 +365,7 @@ def test_a_restore_is_planned_from_its_path(checkpoint):
         "restore of 3 leaves, 268 B to read\n"
         "  recorded  8 cpu devices, 1 process\n"
         "  present   8 cpu devices, 1 process\n"
-        "  mesh      (d=2 explicit, m=4 explicit) on 8 of 8 devices, the recorded ones\n"
+        "  mesh      (d=2 explicit, m=4 explicit) on all 8 devices, as recorded\n"
         "  leaves    1 x the recorded spec\n"
         "            1 x uncommitted, as recorded\n"
         "            1 x a value on the host\n"

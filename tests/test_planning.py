@@ -91,7 +91,7 @@ print(plan_from_records(Manifest(tree=ContainerRecord(kind="dict")), None, fake_
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.stdout == (
-        "restore of 0 leaves, 0 B to read\n  recorded  not which devices\n  present   65536 cpu devices, 32 processes\n"
+        "restore of 0 leaves, 0 B to read\n  recorded  devices that were not recorded\n  present   65536 cpu devices, 32 processes\n"
     ), ran.stderr
 
 
@@ -600,7 +600,7 @@ def test_a_recorded_mesh_that_does_not_fit_is_one_error_that_lists_every_array()
         plan.raise_if_refused()
     assert str(error.value) == (
         "cannot rebuild mesh (data=2 explicit, model=4 explicit) on 4 devices\n"
-        "  recorded  mesh (data=2 explicit, model=4 explicit) of 8 devices; saved on 8 cpu devices, 1 process\n"
+        "  recorded  mesh (data=2 explicit, model=4 explicit) of 8 devices, saved on 8 cpu devices, 1 process\n"
         "  present   4 cpu devices, 1 process\n"
         "  affects   7 of 7 leaves, first: layer_0, layer_1, layer_2, other_0, other_1\n"
         "  fix       topology='adapt' in the policy fits it to these; or pass mesh= with the axes data, model"
@@ -826,7 +826,7 @@ def test_a_memory_kind(kind, saved_on, present, policy, lands, notes, sharding):
         if lands != present.default_memory_kind:
             notes = (
                 *notes,
-                f"an uncommitted array is in the default memory: {present.default_memory_kind}, not {lands}",
+                f"uncommitted, so in {present.default_memory_kind} memory, not {lands}",
             )
         lands = present.default_memory_kind
     assert outcome.placement.memory_kind == lands
@@ -839,13 +839,13 @@ def test_a_memory_kind(kind, saved_on, present, policy, lands, notes, sharding):
         pytest.param(
             None,
             RestorePolicy(memory_kind="hbm"),
-            "cannot restore into 'hbm', the policy's memory kind",
+            "cannot restore into memory kind 'hbm', which the policy names",
             id="of the policy",
         ),
         pytest.param(
             {"w": wanted(on(abstract(MESH), "d", kind="hbm"))},
             None,
-            "cannot restore into 'hbm', the target's memory kind",
+            "cannot restore into memory kind 'hbm', which the target names",
             id="of the target",
         ),
     ],
@@ -1501,6 +1501,32 @@ def test_same_axes_compares_names_sizes_and_types_but_no_devices():
         mesh_of({"d": 2, "x": 4}),
     ):
         assert not same_axes(MESH, other), other
+
+
+# What of a policy decides nothing.
+
+
+def test_a_rule_that_matches_only_leaves_with_specs_of_their_own_is_noted():
+    """It changes nothing; a rule that decides for one leaf needs no note."""
+    saved = manifest_of({"bias": array(None), "w": array(on(MESH, "d"))})
+    plan = plan_of(saved, policy=RestorePolicy(rules=[("^w$", SpecRecord()), ("bias", SpecRecord(partitions=("m",)))]))
+    assert plan.by_path[path("bias")].rule == "rules"
+    assert plan.notes == ("rules: '^w$' decides nothing: each leaf that it matches has a spec of its own",)
+
+
+def test_axis_types_beside_a_mesh_that_was_passed_are_noted():
+    """The mesh has its own, and the caller said so."""
+    note = "axis_types of the policy do not apply: the mesh that was passed has its own"
+    assert plan_of(mesh=MESH, policy=RestorePolicy(axis_types="auto")).notes == (note,)
+    assert plan_of(mesh=MESH).notes == ()
+
+
+def test_a_checkpoint_without_an_inventory_on_a_larger_machine_is_noted():
+    """Nothing says whether its mesh was on every device then."""
+    saved = manifest_of({"w": array(on(MESH, "d", "m"))}, None)
+    note = "how many devices there were was not recorded: a mesh stays on its recorded ones; pass mesh= to use all"
+    assert plan_of(saved, present=fake_inventory(16)).notes == (note,)
+    assert plan_of(saved).notes == ()
 
 
 # Properties. `strategies` has any record that is valid; those here are of runs that could have been.

@@ -58,12 +58,12 @@ def test_a_refused_plan_reads_like_this():
     saved = manifest_of(leaves, notes=("2 shardings could not be read",))
     plan = plan_of(saved, present=fake_inventory(8, first_id=100), policy=RestorePolicy(axis_types={"d": "explicit"}))
     assert str(plan) == (
-        "restore REFUSED for 1 problem; 8 leaves could be restored\n"
+        "restore REFUSED for 1 problem of 1 of 9 leaves\n"
         "  recorded  8 cpu devices, 1 process\n"
         "  present   8 cpu devices, 1 process\n"
-        "  mesh      (d=2 explicit, m=4 explicit) on 8 of 8 devices, in the order of jax.make_mesh\n"
+        "  mesh      (d=2 explicit, m=4 explicit) on all 8 devices, in the order of jax.make_mesh\n"
         "  mesh      (x=8 untyped)\n"
-        "    ->      (x=8 auto) on 8 of 8 devices, in the order of jax.make_mesh\n"
+        "    ->      (x=8 auto) on all 8 devices, in the order of jax.make_mesh\n"
         "  leaves    5 x the recorded spec\n"
         "            1 x on one device, as recorded\n"
         "            1 x uncommitted, as recorded\n"
@@ -143,7 +143,7 @@ def test_a_plan_of_many_choices_reads_like_this():
         "and 21 more\n"
         "            float32 -> bfloat16: layer_0, layer_1, layer_2 and 21 more\n"
         "            whole along dimension 1 of (32000, 4096), which model=5 does not divide: embed\n"
-        "            scale is read from norm: scale\n"
+        "            scale is read from norm\n"
         "  left out  not in the target, and not read: name, seed"
     )
 
@@ -151,7 +151,7 @@ def test_a_plan_of_many_choices_reads_like_this():
 def test_a_plan_of_nothing_reads_like_this():
     """No line is there for what there is none of."""
     assert str(plan_of(manifest_of({}, None))) == (
-        "restore of 0 leaves, 0 B to read\n  recorded  not which devices\n  present   8 cpu devices, 1 process"
+        "restore of 0 leaves, 0 B to read\n  recorded  devices that were not recorded\n  present   8 cpu devices, 1 process"
     )
 
 
@@ -256,7 +256,7 @@ def test_every_source_of_a_mesh_has_a_text(source):
     outcome = Outcome(path=path("w"), source=path("w"), recorded=array(None), placement=placement, rule="recorded")
     (line,) = [s for s in str(RestorePlan(outcomes=(outcome,), present=HERE)).splitlines() if s.startswith("  mesh")]
     chosen = source not in ("given", "context", "target")
-    assert line.startswith(f"  mesh      {MESH} on 8 of 8 devices, " if chosen else f"  mesh      {MESH}, the ")
+    assert line.startswith(f"  mesh      {MESH} on all 8 devices, " if chosen else f"  mesh      {MESH}, the ")
 
 
 @pytest.mark.parametrize(

@@ -505,23 +505,55 @@ def test_a_resized_mesh_fits_and_divides(used, room, resize, grows):
         assert math.prod(found) <= mesh.size
 
 
-@given(used_meshes(), rooms(processes=1), RESIZE)
+@given(used_meshes(), rooms(), RESIZE)
 def test_a_mesh_that_does_not_shrink_splits_no_array_less(used, room, resize):
-    """In one process. Several may have to share by another axis: (2, 4) of 8 x 12 can be but (1, 12) on 3 x 4 devices."""
+    """In one process it always has room; several may have to take fewer devices, for equal shares."""
     mesh, splits = used
     found = resized(mesh, splits, room, resize=resize, grows=True)
     if found is None or math.prod(found) < mesh.size:
-        assert room.devices < mesh.size
+        assert room.devices < mesh.size or room.processes > 1
         return
     after = dict(zip(mesh.axis_names, found, strict=True))
     for split in splits:
         assert shards(split, after) >= shards(split, mesh.shape)
 
 
-def test_several_processes_may_split_an_array_less_on_more_devices():
-    """The example of the exception above."""
-    splits = {Split(8, ("a",)), Split(12, ("b",))}
-    assert resized(mesh_of({"a": 2, "b": 4}), splits, Room(devices=12, processes=3), grows=True) == (1, 12)
+@pytest.mark.parametrize(
+    ("sizes", "splits", "room", "expected"),
+    [
+        pytest.param(
+            {"a": 2, "b": 4},
+            {Split(8, ("a",)), Split(12, ("b",))},
+            Room(devices=12, processes=3),
+            (2, 6),
+            id="another axis, beside those that stay",
+        ),
+        pytest.param(
+            {"a": 2, "b": 3},
+            {Split(24, ("a",)), Split(24, ("b",))},
+            Room(devices=4, processes=4),
+            (2, 2),
+            id="a smaller one of another axis",
+        ),
+        pytest.param(
+            {"a": 3, "b": 4},
+            {Split(3, ("a",)), Split(4, ("b",))},
+            Room(devices=2, processes=2),
+            (1, 2),
+            id="one axis that becomes 1, and another",
+        ),
+        pytest.param(
+            {"a": 3, "b": 3},
+            {Split(12, ("a",)), Split(12, ("b",))},
+            Room(devices=4, processes=4),
+            None,
+            id="none, where one would have to grow while another is lost",
+        ),
+    ],
+)
+def test_for_equal_shares_of_several_processes_a_mesh_takes(sizes, splits, room, expected):
+    """Before an axis becomes 1 every axis is tried alone."""
+    assert resized(mesh_of(sizes), splits, room, grows=True) == expected
 
 
 @given(used_meshes(), st.booleans())
