@@ -247,6 +247,8 @@ def _children(tree: Tree, name: str) -> Iterator[tuple[Key, Tree]]:
     """The children of a dict; nothing else can lose or gain one."""
     if not isinstance(tree, ContainerRecord):
         raise _Immovable(f"{name!r} would be within a leaf")
+    if tree.kind == "none":
+        raise _Immovable(f"{name!r} would be within None")
     if tree.kind != "dict":
         raise _Immovable(f"{name!r} is in a {tree.class_text or tree.kind}, which keeps its entries")
     return zip(tree.keys, tree.children, strict=True)

@@ -564,9 +564,8 @@ def _whole_where_indivisible(
         shards = sharding.shards_along(dimension)
         if shape[dimension] % shards:
             if not replicate:
-                raise Refused(
-                    _refusals.dimension_is_indivisible(spec, shape, dimension, shards, mesh, by_target=by_target)
-                )
+                axes = partition_axes(partition)
+                raise Refused(_refusals.dimension_is_indivisible(shape[dimension], axes, mesh, by_target=by_target))
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in partition_axes(partition))
             text = f"whole along dimension {dimension} of {shape}, which {sizes} does not divide"
             changes.append(Change(kind="replicated", text=text))

@@ -571,7 +571,7 @@ def plural(count: int, noun: str) -> str:
     """`1 device`, `2 devices`, `2 processes`."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{count} {noun}{'es' if noun.endswith(('s', 'sh')) else 's'}"
 
 
 def _raise_if(wrong: list[str]) -> None:

@@ -184,10 +184,11 @@ def numpy_is_not_on_a_mesh(mesh: MeshRecord) -> Problem:
 
 def memory_kind_is_not_here(kind: str, who: str, present: Inventory) -> Problem:
     """The platform lacks a memory kind that was asked for."""
+    otherwise = "what was recorded" if who == "policy" else "the default"
     return Problem(
         could_not=f"cannot restore into memory kind {kind!r}, which the {who} names",
         present=f"{present.platform} devices with {', '.join(present.memory_kinds)}",
-        fix="name one of these, or leave it out for the default",
+        fix=f"name one of these, or none for {otherwise}",
     )
 
 
@@ -227,7 +228,7 @@ def rule_names_unknown_axes(rule: SpecRule, missing: Sequence[str], mesh: MeshRe
 def leaves_are_extra() -> Problem:
     """Saved leaves that the target lacks."""
     return Problem(
-        could_not="cannot leave out saved leaves that the target lacks",
+        could_not="cannot restore into a target that lacks saved leaves",
         present="nothing under these names in the target",
         fix="extra='ignore' in the policy reads the others alone; or give the target a leaf for each",
     )
@@ -362,13 +363,12 @@ def spec_is_too_long(spec: SpecRecord, shape: tuple[int, ...]) -> Problem:
     )
 
 
-def dimension_is_indivisible(
-    spec: SpecRecord, shape: tuple[int, ...], dimension: int, shards: int, mesh: MeshRecord, *, by_target: bool
-) -> Problem:
+def dimension_is_indivisible(length: int, axes: Sequence[str], mesh: MeshRecord, *, by_target: bool) -> Problem:
     """A mesh does not divide a dimension that a spec splits."""
+    sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
     return Problem(
-        could_not=f"cannot split dimension {dimension} of {shape} into {shards} shards by {spec}",
-        recorded=f"shape {shape}",
+        could_not=f"cannot split a dimension of length {length} over {sizes}",
+        recorded=f"a dimension of length {length}",
         present=f"mesh {mesh}",
         fix="give the target's leaf another spec, or a mesh whose axes divide the dimension"
         if by_target

@@ -267,7 +267,7 @@ def _json(value: Any, table: _MeshTable | None = None) -> Any:
     if isinstance(value, Key):
         return [value.kind, value.name]
     if isinstance(value, enum.Enum):
-        return value.value
+        return {"kind": type(value).__name__}  # Not its text, which could be the name of a mesh axis.
     if table is not None and isinstance(value, PlannedMesh):
         return table.planned(value)
     if table is not None and isinstance(value, MeshRecord):

@@ -418,7 +418,7 @@ def test_a_plan_for_a_target_says_what_it_lacks(checkpoint):
     plan = oxe.plan_restore(checkpoint, target)
     assert {problem.could_not: problem.affects for problem in plan.refused} == {
         "cannot restore shape (8, 8) into shape (8, 4)": ("w",),
-        "cannot leave out saved leaves that the target lacks": ("n", "step"),
+        "cannot restore into a target that lacks saved leaves": ("n", "step"),
         "cannot restore leaves of the target that the checkpoint lacks": ("x",),
     }
 

@@ -383,7 +383,7 @@ def test_everything_that_does_not_fit_a_target_is_listed_at_once(tmp_path, check
         checkpointer.restore(path, target)
     found = {problem.could_not: problem.affects for problem in error.value.problems}
     assert found == {
-        "cannot leave out saved leaves that the target lacks": ("only_saved",),
+        "cannot restore into a target that lacks saved leaves": ("only_saved",),
         "cannot restore leaves of the target that the checkpoint lacks": ("only_wanted",),
         "cannot restore shape (8, 8) into shape (8, 4)": ("a",),
         "cannot cast float32 to int32 with cast='same_kind'": ("b",),

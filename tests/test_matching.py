@@ -386,6 +386,6 @@ def test_a_saved_leaf_that_the_target_lacks(extra):
         assert plan.refused == ()
     else:
         (problem,) = plan.refused
-        assert problem.could_not == "cannot leave out saved leaves that the target lacks"
+        assert problem.could_not == "cannot restore into a target that lacks saved leaves"
         assert (problem.affects, problem.of) == (("b/c", "b/d"), 3)
     assert plan.by_path[text_path("a")].placement == OnHost(type="int")
