@@ -30,6 +30,7 @@ from orbax_explicit._records import (
 from orbax_explicit._topology import (
     Room,
     first_devices,
+    is_in_every_process,
     is_shared_equally,
     over_processes,
     resized_together,
@@ -268,7 +269,9 @@ class MeshPlanner:
         ids = mesh.device_ids or ()
         same_platform = mesh.platform in (None, self._present.platform)
         same_count = self._saved is None or self._saved.device_count == self._present.device_count
-        if ids and same_platform and same_count and set(self._present.device_ids).issuperset(ids):
+        all_here = ids and set(self._present.device_ids).issuperset(ids)
+        # A mesh on some devices of one process may have ids that are those of one of several processes here.
+        if all_here and same_platform and same_count and is_in_every_process(ids, self._present):
             return self._placed(typed, ids, "recorded devices", mesh)
         if self._recorded_count == self._present.device_count:
             if mesh.size == self._recorded_count:

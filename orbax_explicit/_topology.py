@@ -197,6 +197,12 @@ def is_shared_equally(device_ids: Iterable[int], present: Inventory) -> bool:
     return len({sum(i in chosen for i in ids) for ids in _by_process(present).values()}) == 1
 
 
+def is_in_every_process(device_ids: Iterable[int], present: Inventory) -> bool:
+    """Whether every process contributes some of these devices. One that has none could not take part in a restore."""
+    chosen = set(device_ids)
+    return all(any(i in chosen for i in ids) for ids in _by_process(present).values())
+
+
 def over_processes(
     mesh: MeshRecord, saved: Inventory | None, sizes: Sequence[int], device_ids: Sequence[int], present: Inventory
 ) -> tuple[int, ...] | None:
