@@ -1,0 +1,84 @@
+"""The doors through which people save and restore: what is true behind one of them is to be true behind each."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+import orbax_explicit as oxe
+
+STEP = 3
+
+
+@dataclass(frozen=True)
+class Front:
+    """One way to save and to restore.
+
+    Attributes:
+        save: Saves a tree under a directory that does not exist yet, with options of the handler.
+        restore: Restores what `save` saved, perhaps into a target, on a mesh, by a policy.
+        item: The directory of the item, for `plan_restore`.
+    """
+
+    save: Callable[..., None]
+    restore: Callable[..., Any]
+    item: Callable[[pathlib.Path], pathlib.Path]
+
+
+def save(root: pathlib.Path, state: Any, **options: Any) -> None:
+    with oxe.StandardCheckpointer(**options) as checkpointer:
+        checkpointer.save(root, state)
+
+
+def restore(
+    root: pathlib.Path, target: Any = None, mesh: Mesh | None = None, policy: oxe.RestorePolicy | None = None
+) -> Any:
+    with oxe.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(root, target, mesh=mesh, policy=policy)
+
+
+def save_managed(root: pathlib.Path, state: Any, **options: Any) -> None:
+    with ocp.CheckpointManager(root, item_handlers=oxe.ExplicitCheckpointHandler(**options)) as manager:
+        manager.save(STEP, args=oxe.args.ExplicitSave(state))
+
+
+def restore_managed(
+    root: pathlib.Path, target: Any = None, mesh: Mesh | None = None, policy: oxe.RestorePolicy | None = None
+) -> Any:
+    with ocp.CheckpointManager(root, item_handlers=oxe.ExplicitCheckpointHandler()) as manager:
+        return manager.restore(STEP, args=oxe.args.ExplicitRestore(target, mesh=mesh, policy=policy))
+
+
+def save_by_registry(root: pathlib.Path, state: Any, **options: Any) -> None:
+    registry = oxe.handler_registry("default", handler=oxe.ExplicitCheckpointHandler(**options))
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        manager.save(STEP, args=ocp.args.StandardSave(state))
+
+
+def restore_by_registry(
+    root: pathlib.Path, target: Any = None, mesh: Mesh | None = None, policy: oxe.RestorePolicy | None = None
+) -> Any:
+    """Stock's arguments name no mesh: it is that of `jax.set_mesh`."""
+    at_hand = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+    registry = oxe.handler_registry("default", policy=policy)
+    with at_hand, ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        return manager.restore(STEP, args=ocp.args.StandardRestore(target))
+
+
+def managed_item(root: pathlib.Path) -> pathlib.Path:
+    return root / str(STEP) / "default"
+
+
+REGISTRY = "CheckpointManager with handler_registry and stock's arguments"
+FRONTS = {
+    "StandardCheckpointer": Front(save, restore, lambda root: root),
+    "CheckpointManager": Front(save_managed, restore_managed, managed_item),
+    REGISTRY: Front(save_by_registry, restore_by_registry, managed_item),
+}
