@@ -111,8 +111,9 @@ def match_leaves(
         if renaming is not None:
             applied.add(renaming[0])
         known = saved.get(source)
-        if target.placeholder and known is not None:
-            skipped.add(source)
+        left = [other for other in saved if other[: len(source)] == source] if target.placeholder else []
+        if left:  # Of a leaf, or of all that is below.
+            skipped.update(left)
             found.matches.append(Match(path=path, source=None, recorded=None, target=target))
         elif known is not None:
             used.add(source)

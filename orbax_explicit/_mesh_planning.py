@@ -142,6 +142,20 @@ class MeshPlanner:
             raise Refused(found)
         return found
 
+    def check_is_in_every_process(self, mesh: MeshRecord) -> None:
+        """Refuses a concrete mesh of which some process has no device: it would wait for the others, or they for it.
+
+        Raises:
+            Refused: It is one.
+        """
+        here = set(self._present.device_ids)
+        if here.issuperset(mesh.device_ids or ()) and not is_in_every_process(mesh.device_ids or (), self._present):
+            raise Refused(_refusals.mesh_is_not_in_every_process(mesh, self._present))
+
+    def _at_hand(self, mesh: MeshRecord, source: MeshSource, recorded: MeshRecord | None = None) -> PlannedMesh:
+        self.check_is_in_every_process(mesh)
+        return PlannedMesh(mesh=mesh, source=source, recorded=recorded)
+
     # A mesh that a target's leaf names.
 
     def _for_target(self, wanted: MeshRecord, recorded: MeshRecord | None) -> PlannedMesh:
@@ -166,7 +180,7 @@ class MeshPlanner:
 
     def _agreeing(self, mesh: MeshRecord, source: MeshSource, name: str, wanted: MeshRecord) -> PlannedMesh:
         if same_axes(mesh, wanted):
-            return _at_hand(mesh, source)
+            return self._at_hand(mesh, source)
         raise Refused(_refusals.target_mesh_is_contradicted(wanted, mesh, name, is_context=source == "context"))
 
     # A mesh that was recorded.
@@ -177,16 +191,16 @@ class MeshPlanner:
         if self._mesh is not None:
             if missing := sorted(self.renamed(recorded.spec).axes() - set(self._mesh.axis_names)):
                 raise Refused(_refusals.mesh_lacks_axes(missing, self._mesh, mesh))
-            return _at_hand(self._mesh, "given", mesh)
+            return self._at_hand(self._mesh, "given", mesh)
         if self._context is not None:
             if not self._has_axes(self._context, mesh):
                 raise Refused(_refusals.context_mesh_is_other(mesh, wanted, self._context))
-            return _at_hand(self._context, "context", mesh)
+            return self._at_hand(self._context, "context", mesh)
         own = self._of_target(mesh)
         if own is None:
             return self._rebuilt(mesh)
         if own.device_ids is not None:
-            return _at_hand(own, "target", mesh)
+            return self._at_hand(own, "target", mesh)
         return dataclasses.replace(self.for_target(own, mesh), recorded=mesh)
 
     def _of_target(self, recorded: MeshRecord) -> MeshRecord | None:
@@ -243,14 +257,14 @@ class MeshPlanner:
 
     def _for_specs_by_name(self) -> PlannedMesh | None:
         if self._mesh is not None:
-            return _at_hand(self._mesh, "given")
+            return self._at_hand(self._mesh, "given")
         if self._context is not None:
-            return _at_hand(self._context, "context")
+            return self._at_hand(self._context, "context")
         if self._target_meshes:
             own = self._target_meshes[0] if len(self._target_meshes) == 1 else None
             if own is None:
                 return None
-            return _at_hand(own, "target") if own.device_ids is not None else self.for_target(own, None)
+            return self._at_hand(own, "target") if own.device_ids is not None else self.for_target(own, None)
         meshes = self._manifest.meshes
         return self._rebuilt(meshes[0]) if len(meshes) == 1 else None
 
@@ -353,10 +367,6 @@ class MeshPlanner:
 def same_axes(a: MeshRecord, b: MeshRecord) -> bool:
     """Whether two meshes agree in axis names, sizes and types, whatever their devices."""
     return (a.axis_names, a.axis_sizes, a.axis_types) == (b.axis_names, b.axis_sizes, b.axis_types)
-
-
-def _at_hand(mesh: MeshRecord, source: MeshSource, recorded: MeshRecord | None = None) -> PlannedMesh:
-    return PlannedMesh(mesh=mesh, source=source, recorded=recorded)
 
 
 def _renamed_partition(partition: Partition, renames: Mapping[str, str | None]) -> Partition:

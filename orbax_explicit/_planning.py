@@ -65,7 +65,7 @@ from orbax_explicit._records import (
     partition_axes,
     path_text,
 )
-from orbax_explicit._targets import Fit, TargetRecord, fit
+from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit
 
 
 def plan_from_records(
@@ -250,7 +250,10 @@ class _Planner:
         decision = None
         try:
             decision = self._decide(match.path, recorded, target)
-            decision = self._on_shape(decision, self._shape(recorded, target))
+            shape = self._shape(recorded, target)
+            if target is not None and target.shape is not None and describes_key_data(target, recorded):
+                shape = target.shape  # Which its spec is for.
+            decision = self._on_shape(decision, shape)
             if not isinstance(decision.placement, OnHost):
                 self._check_x64(fitted.dtype or recorded.dtype)
         except Refused as refused:
@@ -292,9 +295,9 @@ class _Planner:
         """The shape of what comes back; `()` where nothing says."""
         if recorded is None:
             return (target.shape if target is not None else None) or ()
-        if target is not None and target.shape is not None and target.value_type is None and not self.strict:
-            return target.shape
-        return recorded.shape
+        if target is None or target.shape is None or target.value_type is not None or self.strict:
+            return recorded.shape
+        return target.shape if len(target.shape) == len(recorded.shape) else recorded.shape
 
     def _check_x64(self, dtype: str) -> None:
         if not self.x64 and dtype in _X64_DTYPES:
@@ -498,6 +501,7 @@ class _Planner:
         placement = decision.placement
         if isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
             mesh, spec = placement.sharding.mesh, placement.sharding.spec
+            self.meshes.check_is_in_every_process(mesh)
             _check_spec(shape, mesh, spec, by_target=True)
             _whole_where_indivisible(shape, mesh, spec, by_target=True, replicate=False)
         elif isinstance(placement, OnMesh):

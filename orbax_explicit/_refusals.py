@@ -86,6 +86,19 @@ def context_mesh_is_other(recorded: MeshRecord, wanted: MeshRecord, context: Mes
     )
 
 
+def mesh_is_not_in_every_process(mesh: MeshRecord, present: Inventory) -> Problem:
+    """A concrete mesh has no device of some process, which could not take part in the restore."""
+    owner = dict(zip(present.device_ids, present.process_indices, strict=True))
+    taking_part = {owner.get(device_id) for device_id in mesh.device_ids or ()}
+    without = ", ".join(map(str, sorted(set(present.process_indices) - taking_part)))
+    return Problem(
+        could_not=f"cannot restore onto mesh {mesh}: it has no device of process {without}",
+        present=str(present),
+        fix="pass a mesh, or a target with shardings, over devices of every process",
+        about="mesh",
+    )
+
+
 def mesh_does_not_fit(mesh: MeshRecord, saved: Inventory | None, present: Inventory) -> Problem:
     """A recorded mesh does not fit the present devices, and the policy allows no other sizes."""
     return Problem(
@@ -286,7 +299,7 @@ def cast_is_not_allowed(recorded: LeafRecord, wanted: str, cast: Cast) -> Proble
     """A dtype that the policy does not cast the saved one to."""
     return Problem(
         could_not=f"cannot cast {recorded.dtype} to {wanted} with cast={cast!r}",
-        recorded=_leaf(recorded),
+        recorded=recorded.dtype,
         present=f"the target asks for {wanted}",
         fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
     )

@@ -81,7 +81,7 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
         cast: Which casts the caller allows.
         strict: Whether the shape must be the saved one.
     """
-    if not target.type_text:
+    if not target.type_text or describes_key_data(target, recorded):
         return Fit()
     saved_impl = recorded.prng.impl if isinstance(recorded, ArrayRecord) and recorded.prng else None
     shape_problem = _shape_problem(recorded, target.shape if target.value_type is None else _shape_of(target))
@@ -112,6 +112,16 @@ _PYTHON_KINDS: Mapping[ValueType | None, frozenset[str]] = {
     "bool": frozenset({"bool"}),
     "complex": frozenset({"complex"}),
 }
+
+
+def describes_key_data(target: TargetRecord, recorded: LeafRecord) -> bool:
+    """Whether an abstract leaf means PRNG keys by their data, as Orbax's `to_shape_dtype_struct` describes them."""
+    return (
+        isinstance(recorded, ArrayRecord)
+        and recorded.prng is not None
+        and target.value_type is None
+        and (target.shape, target.dtype) == (recorded.stored_shape, recorded.dtype)
+    )
 
 
 def _is_harmless(saved: str, wanted: str) -> bool:

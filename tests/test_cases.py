@@ -125,7 +125,7 @@ def test_a_dimension_that_the_mesh_at_hand_does_not_divide_is(tmp_path, front, i
         (problem,) = error.value.problems
         assert plan.refused == (problem,)
         assert problem.affects == ("odd",)
-        assert problem.could_not.startswith("cannot split dimension 0 of (6, 4) into 4 shards by ")
+        assert problem.could_not.startswith("cannot split a dimension of length 6 over m=4")
         return
     assert "whole along dimension 0 of (6, 4), which m=4 does not divide: odd" in str(plan)
     restored = front.restore(tmp_path / "a", mesh=mesh, policy=policy)
@@ -169,7 +169,7 @@ def test_a_tree_without_any_mesh_is_put_by_rules_on_the_mesh_at_hand(tmp_path, f
         assert restored[name].sharding == NamedSharding(mesh, P("d"), memory_kind="device")
         assert_same_values(restored[name], state[name])
     if front is not FRONTS[REGISTRY]:
-        with pytest.raises(oxe.MeshMismatchError, match="there is no one mesh to place it on"):
+        with pytest.raises(oxe.MeshMismatchError, match="there is no mesh to place it on"):
             front.restore(tmp_path / "a", policy=policy)
 
 
@@ -203,7 +203,7 @@ def test_part_of_a_checkpoint_is_restored(tmp_path, mesh, front):
     with pytest.raises(oxe.RestoreRefusedError) as error:
         front.restore(tmp_path / "a", target)
     (problem,) = error.value.problems
-    assert problem.could_not == "cannot leave out saved leaves that the target lacks"
+    assert problem.could_not == "cannot restore into a target that lacks saved leaves"
     assert problem.affects == ("opt/count", "opt/host", "opt/m")
     assert "extra='ignore'" in problem.fix
 
@@ -610,7 +610,8 @@ def check_resized(front: Front, root: pathlib.Path) -> None:
     product = jax.jit(lambda w, step: w * step)(restored["w"], restored["step"])
     np.testing.assert_array_equal(np.asarray(product), 5 * matrix())
     plan = str(oxe.plan_restore(front.item(root)))
-    assert f"(d={sizes[0]} explicit, m={sizes[1]} explicit) on {count} of " in plan
+    of = f"{count} of {jax.device_count()}" if count < jax.device_count() or count == 1 else f"all {count}"
+    assert f"(d={sizes[0]} explicit, m={sizes[1]} explicit) on {of} device" in plan
     assert ("idle" in plan) == (count < jax.device_count())
 
 
@@ -624,7 +625,7 @@ def check_exact(front: Front, root: pathlib.Path) -> None:
     assert problem.recorded.endswith("saved on 8 cpu devices, 1 process")
     assert problem.present == f"{here.replace(' ', ' cpu ')}, 1 process"
     assert (problem.affects, problem.of) == (("v", "w"), 3)
-    assert "topology='adapt' in the policy resizes it; or pass mesh=" in problem.fix
+    assert "topology='adapt' in the policy fits it to these; or pass mesh=" in problem.fix
 
 
 def look(root: pathlib.Path) -> dict[str, str]:

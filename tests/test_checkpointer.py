@@ -266,6 +266,16 @@ def test_keys_come_back_with_their_implementation_and_sharding(tmp_path, checkpo
         assert_same_values(restored, keys)
 
 
+def test_keys_come_back_into_what_orbax_describes_them_as(tmp_path, checkpointer, mesh):
+    """`ocp.utils.to_shape_dtype_struct` gives the shape and the dtype of their data."""
+    keys = jax.random.split(jax.random.key(7), 8)
+    state = {"rng": jax.device_put(keys, NamedSharding(mesh, P("d"))), "w": place(mesh, matrix(), P("d", "m"))}
+    path = saved(checkpointer, tmp_path, state)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    assert target["rng"].dtype == np.uint32
+    assert_same_tree(checkpointer.restore(path, target), state)
+
+
 def test_keys_of_another_implementation_are_refused(tmp_path, checkpointer):
     """Key data of one implementation are no keys of another."""
     path = saved(checkpointer, tmp_path, {"key": jax.random.key(0)})

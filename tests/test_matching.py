@@ -368,6 +368,17 @@ def test_a_placeholder_asks_that_nothing_be_read(extra):
     assert plan.bytes_read == 8
 
 
+@pytest.mark.parametrize("extra", ["error", "ignore"])
+def test_a_placeholder_stands_for_a_subtree(extra):
+    """All that is below it is not read, and is not extra; a path that merely begins alike is another."""
+    saved = {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "bb": 4}
+    target = {"a": ANY, "b": TargetRecord(placeholder=True, keepable=True), "bb": ANY}
+    plan = plan_of(saved, target, extra=extra)
+    assert plan.refused == ()
+    assert sources(plan) == {"a": "a", "b": None, "bb": "bb"}
+    assert plan.left_out == (text_path("b/c"), text_path("b/d/e"))
+
+
 def test_a_leaf_that_one_place_skips_and_another_reads_is_not_left_out():
     """By a rename, beside a placeholder at its own place."""
     targets = {"a": TargetRecord(placeholder=True, keepable=True), "b": ANY}

@@ -165,7 +165,7 @@ def test_the_whole_is_more_than_its_parts(written, writer):
 @every_writer
 def test_a_part_alone_is_refused_unless_the_policy_says_so(written, writer):
     """By the names of all leaves that would be left out."""
-    with pytest.raises(oxe.RestoreRefusedError, match="cannot leave out saved leaves that the target lacks") as error:
+    with pytest.raises(oxe.RestoreRefusedError, match="cannot restore into a target that lacks saved leaves") as error:
         restore(item_of(written, writer), {"params": {"w": struct(), "b": struct()}})
     assert error.value.problems[0].affects == ("keys", "opt/host", "opt/mu")
 

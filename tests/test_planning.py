@@ -1343,8 +1343,8 @@ def test_every_refusal_of_a_restore_comes_at_once():
     plan = plan_of(saved, targets)
     assert sorted((problem.could_not, problem.affects) for problem in plan.refused) == [
         ("cannot cast float32 to int8 with cast='same_kind'", ("b",)),
-        ("cannot restore into a target that lacks saved leaves", ("d",)),
         ("cannot resolve the target's mesh (x=16 explicit): it has 16 devices", ("c",)),
+        ("cannot restore into a target that lacks saved leaves", ("d",)),
         ("cannot restore leaves of the target that the checkpoint lacks", ("e",)),
         ("cannot restore shape (8, 8) into shape (1,)", ("a",)),
     ]
@@ -1501,6 +1501,44 @@ def test_same_axes_compares_names_sizes_and_types_but_no_devices():
         mesh_of({"d": 2, "x": 4}),
     ):
         assert not same_axes(MESH, other), other
+
+
+# Several processes.
+
+
+@pytest.mark.parametrize(
+    "restore",
+    [
+        pytest.param({"mesh": mesh_of({"d": 1, "m": 4})}, id="a mesh that was passed"),
+        pytest.param({"context": mesh_of({"d": 1, "m": 4})}, id="the mesh of jax.set_mesh"),
+        pytest.param(
+            {"targets": {"w": wanted(on(mesh_of({"d": 1, "m": 4}), "d"), concrete=True)}}, id="a target's sharding"
+        ),
+    ],
+)
+def test_a_mesh_without_a_device_of_some_process_is_refused(restore):
+    """That process would fail, and the others would wait for it. In one process the same mesh is as good as any."""
+    problem = refused(plan_of(present=fake_inventory(4, processes=2), **restore))
+    assert problem.could_not == "cannot restore onto mesh (d=1 explicit, m=4 explicit): it has no device of process 1"
+    assert problem.about == "mesh"
+    assert plan_of(**restore).refused == ()
+
+
+def test_a_mesh_with_unequal_shares_of_the_processes_is_taken():
+    """The caller said so, and every process has a part in it."""
+    mesh = mesh_of({"d": 3, "m": 1}, ids=(0, 1, 2048))
+    saved = manifest_of({"w": array(on(MESH, "d"), (6, 8))})
+    assert only(plan_of(saved, present=fake_inventory(4, processes=2), mesh=mesh)).placement.mesh.mesh == mesh
+
+
+def test_an_abstract_leaf_may_describe_keys_by_their_data():
+    """As Orbax's `to_shape_dtype_struct` does: they come back as keys, as in stock Orbax."""
+    like_data = TargetRecord(shape=KEYS.stored_shape, dtype=KEYS.dtype)
+    for strict in (True, False):
+        outcome = only(plan_of(manifest_of({"k": KEYS}), {"k": like_data}, strict=strict))
+        assert (outcome.shape, outcome.dtype) == (KEYS.shape, None)
+    other = dataclasses.replace(like_data, dtype="int32")
+    assert "cannot restore key<" in refused(plan_of(manifest_of({"k": KEYS}), {"k": other})).could_not
 
 
 # What of a policy decides nothing.

@@ -257,6 +257,24 @@ def try_to_restore_too_wide_a_target(root: pathlib.Path) -> str:
     return str(error.value)
 
 
+def try_to_restore_on_a_part(root: pathlib.Path) -> list[str]:
+    """How a restore is refused onto devices of one process, by a mesh and by a target; neither process waits."""
+    path = root / f"{TWO}, for eval_shape"
+    devices = [device for device in jax.devices() if device.process_index == 1]
+    part = jax.make_mesh((1, 4), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Explicit), devices=devices)
+    target = {
+        "w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(part, P("d"))),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    refused = []
+    with oxe.StandardCheckpointer() as checkpointer:
+        for arguments in ({"mesh": part}, {"target": target}):
+            with pytest.raises(oxe.MeshMismatchError) as error:
+                checkpointer.restore(path, **arguments)
+            refused.append(str(error.value).splitlines()[0])
+    return refused
+
+
 def save_values_of_its_own(root: pathlib.Path) -> dict[str, Any]:
     """Saves uncommitted arrays that differ between processes; returns what comes back."""
     index = jax.process_index()
@@ -333,6 +351,7 @@ def work_in_two(root: pathlib.Path) -> Reports:
         save_a_pending_sum,
         describe_plans,
         try_to_restore_too_wide_a_target,
+        try_to_restore_on_a_part,
         try_to_save_on_a_part,  # Last: what fails in one process alone could leave the others behind.
     )
     return Reports(restored, {look.__name__: look(root) for look in looks})
@@ -454,6 +473,12 @@ def test_a_restore_that_is_refused_is_so_in_every_process(run):
         "cannot resolve the target's mesh (d=4 explicit, m=4 explicit): it has 16 devices\n"
         "  present   8 cpu devices, 2 processes\n"
     )
+
+
+def test_a_restore_onto_devices_of_one_process_is_refused_in_both(run):
+    """Rather than one that fails while the other waits."""
+    text = "cannot restore onto mesh (d=1 explicit, m=4 explicit): it has no device of process 0"
+    assert [facts["try_to_restore_on_a_part"] for facts in run.facts] == [[text, text]] * 2
 
 
 def test_uncommitted_local_arrays_have_the_value_of_the_primary_process(run):

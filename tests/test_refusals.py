@@ -68,6 +68,9 @@ SCENARIOS: dict[str, Callable[[], RestorePlan]] = {
         policy=RestorePolicy(axis_types="auto"),
     ),
     "mesh_lacks_axes": lambda: plan_of(SAVED, mesh=mesh_of({"data": 2, "tensor": 4})),
+    "mesh_is_not_in_every_process": lambda: plan_of(
+        SAVED, present=fake_inventory(4, processes=2), mesh=mesh_of({"data": 1, "model": 4})
+    ),
     "context_mesh_is_other": lambda: plan_of(SAVED, context=mesh_of({"data": 2, "model": 4}, "auto")),
     "mesh_does_not_fit": lambda: plan_of(SAVED, present=fake_inventory(4), policy=RestorePolicy(topology="exact")),
     "mesh_cannot_be_resized": lambda: plan_of(SAVED, present=fake_inventory(2), policy=RestorePolicy(resize=("data",))),

@@ -130,8 +130,8 @@ def test_an_axis_that_may_not_change_never_does(devices, resize):
     else:
         problem = refused(plan_of(manifest, present=fake_inventory(devices), policy=RestorePolicy(resize=resize)))
         assert problem.could_not == (
-            "cannot resize mesh (data=2 explicit, model=4 explicit) to 1 device with resize=('data',): no sizes fit that "
-            "divide what it splits"
+            "cannot resize mesh (data=2 explicit, model=4 explicit) to 1 device with resize=('data',): model=4, which may "
+            "not change, takes 4"
         )
 
 
@@ -325,10 +325,10 @@ def test_a_mesh_that_processes_cannot_share_equally_is_refused(present, here):
     """With how many there are; never a mesh without the devices of one of them."""
     problem = refused(plan_of(saved_on(), present=present))
     assert problem.could_not == (
-        f"cannot resize mesh (data=2 explicit, model=4 explicit) to {present.device_count} devices: no sizes fit that divide "
-        "what it splits"
+        f"cannot resize mesh (data=2 explicit, model=4 explicit) to {present.device_count} devices: no sizes that divide "
+        "what it splits have equally many devices of each process"
     )
-    assert problem.present == f"{here}, each of which must contribute equally many"
+    assert problem.present == here
     assert problem.fix == "pass mesh= with the axes data, model over present devices"
     assert problem.about == "mesh"
 
