@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
@@ -32,6 +32,7 @@ from orbax_explicit._array_metadata import (
     by_storage_name,
     flat_path,
 )
+from orbax_explicit._array_reading import ArrayRead, read_arrays
 from orbax_explicit._binding import UncommittedSharding, read_present
 from orbax_explicit._capture import record_arrays, record_path
 from orbax_explicit._errors import SaveRefusedError
@@ -157,8 +158,38 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             decided = self._decide([(infos[i], args[i]) for i in undecided])
             for i, arg in zip(undecided, decided, strict=True):
                 args[i] = arg
-        arrays = await super().deserialize(infos, args)
-        return [_placed(array, arg) for array, arg in zip(arrays, args, strict=True)]
+        here = [i for i, arg in enumerate(args) if not self.has_dispatcher() and _sharding_to_read(arg) is not None]
+        arrays = dict(zip(here, await self._read([(infos[i], args[i]) for i in here]), strict=True))
+        if stocks := [i for i in range(len(infos)) if i not in arrays]:
+            read = await super().deserialize([infos[i] for i in stocks], [args[i] for i in stocks])
+            arrays.update((i, _placed(array, args[i])) for i, array in zip(stocks, read, strict=True))
+        return [arrays[i] for i in range(len(infos))]
+
+    async def _read(self, leaves: Sequence[tuple[ParamInfo, ocp.RestoreArgs]]) -> list[jax.Array]:
+        """Reads arrays, and makes keys of those that are key data."""
+        if not leaves:
+            return []
+        infos = [info for info, _ in leaves]
+        arrays = await read_arrays(
+            [
+                ArrayRead(
+                    name=info.name,
+                    spec=_compat.array_read_spec(info, _compat.zarr_metadata_key(self)),
+                    context=info.ts_context,
+                    sharding=_sharding_to_read(arg),
+                    dtype=arg.dtype,
+                    shape=arg.global_shape,
+                    strict=arg.strict,
+                )
+                for info, arg in leaves
+            ],
+            max_in_flight_nbytes=_compat.max_restore_nbytes(infos[0]),
+        )
+        prng_impls = _compat.prng_impls(await self._store.read(checkpoint_dir=infos[0].parent_dir))
+        for i, info in enumerate(infos):
+            if info.name in prng_impls:
+                arrays[i] = jax.random.wrap_key_data(arrays[i], impl=prng_impls[info.name])
+        return arrays
 
     def _decide(self, leaves: Sequence[tuple[ParamInfo, ocp.RestoreArgs]]) -> list[ocp.ArrayRestoreArgs]:
         """Plans where arrays land whose arguments name no concrete sharding."""
@@ -231,6 +262,20 @@ def _is_decided(arg: ocp.RestoreArgs) -> bool:
     if arg.dtype is not None and jnp.issubdtype(arg.dtype, jax.dtypes.prng_key):
         return False  # Keys of which implementation were saved the record knows too.
     return not isinstance(getattr(arg.sharding, "mesh", None), AbstractMesh)
+
+
+def _sharding_to_read(arg: ocp.RestoreArgs) -> Sharding | None:
+    """The concrete sharding that restore arguments name; None where stock's handler is to read.
+
+    That is what only stock knows: an on-device layout (a `Format`), and a key's dtype for the shape of its data.
+    """
+    if not isinstance(arg, ocp.ArrayRestoreArgs):
+        return None
+    if arg.dtype is not None and jnp.issubdtype(arg.dtype, jax.dtypes.prng_key):
+        return None
+    if arg.mesh is not None and arg.mesh_axes is not None:
+        return NamedSharding(arg.mesh, arg.mesh_axes)
+    return arg.sharding if isinstance(arg.sharding, Sharding) else None
 
 
 def _placed(array: jax.Array, arg: ocp.RestoreArgs) -> jax.Array:

@@ -115,6 +115,61 @@ def array_write_spec(
     return spec.json, spec.metadata
 
 
+def array_read_spec(info: ocp.type_handlers.ParamInfo, metadata_key: str | None) -> dict[str, Any]:
+    """The TensorStore spec of a stored array.
+
+    Orbax's own builder, so that whatever it wrote is found, and an array of which a chunk is missing is an error where
+    Orbax says so. Goes when TensorStore specs are built by this package.
+
+    Args:
+        info: Name, directory and options of the array.
+        metadata_key: Name of the Zarr metadata files; None for the usual one.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    spec: dict[str, Any] = tensorstore_utils.build_array_read_spec(
+        info,
+        use_ocdbt=bool(info.is_ocdbt_checkpoint),
+        metadata_key=metadata_key,
+        raise_array_data_missing_error=info.raise_array_data_missing_error,
+    ).json
+    return spec
+
+
+def zarr_metadata_key(handler: ocp.type_handlers.TypeHandler) -> str | None:
+    """The `metadata_key` that an array handler, or one of NumPy arrays, was made with.
+
+    They keep it to themselves. Goes when they offer it, or when TensorStore specs are built by this package.
+    """
+    key: str | None = handler._metadata_key
+    return key
+
+
+def max_restore_nbytes(info: ocp.type_handlers.ParamInfo) -> int | None:
+    """What `restore_concurrent_gb` amounts to in bytes; None where nothing was said.
+
+    Orbax passes it on inside of an object that has no public type. Goes when it is a number again.
+    """
+    limit = getattr(info.byte_limiter, "max_bytes", None)
+    return limit if isinstance(limit, int) else None
+
+
+def prng_impls(array_metadatas: Any) -> dict[str, str]:
+    """The PRNG implementation of each array that is the data of keys, by its name.
+
+    What the first process wrote decides, as in Orbax; all of them list every array. Goes when the name under which Orbax
+    keeps the implementation is public.
+
+    Args:
+        array_metadatas: What `array_metadata_store().read` gave of all processes.
+    """
+    from orbax.checkpoint._src.metadata import array_metadata
+
+    first = next(iter(array_metadatas.values())) if array_metadatas else ()
+    impls = {entry.param_name: (entry.ext_metadata or {}).get(array_metadata.RANDOM_KEY_IMPL) for entry in first}
+    return {name: impl for name, impl in impls.items() if impl}
+
+
 def record_as_stock(handler: type[ocp.CheckpointHandler]) -> None:
     """Makes a handler class go by the type string of stock's `StandardCheckpointHandler` in `_CHECKPOINT_METADATA`.
 

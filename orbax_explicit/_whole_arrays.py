@@ -17,6 +17,7 @@ import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
+from orbax_explicit._array_reading import ArrayRead, read_arrays
 from orbax_explicit._leaf_capture import record_prng
 
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
@@ -85,7 +86,7 @@ class WholeArray:
 
 
 class ExplicitNumpyHandler(ocp.type_handlers.NumpyHandler):
-    """Stock's handler for `numpy.ndarray`, with arrays of size zero as well. The first process writes."""
+    """Stock's handler for `numpy.ndarray`, with arrays of size zero as well, and bounded memory. Process 0 writes."""
 
     async def serialize(
         self,
@@ -103,6 +104,30 @@ class ExplicitNumpyHandler(ocp.type_handlers.NumpyHandler):
         if empty and jax.process_index() == 0:
             futures.append(CommitFutureAwaitingContractedSignals(_write_all(empty), name="empty_np_arrays"))
         return futures
+
+    async def deserialize(
+        self, infos: Sequence[ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        """Reads arrays whole, each straight into its own memory.
+
+        Raises:
+            FormatError: An array, or a part of it, is missing or damaged.
+        """
+        for info in infos:
+            await info.await_path_creation()
+        return await read_arrays(
+            [
+                ArrayRead(
+                    name=info.name,
+                    spec=_compat.array_read_spec(info, _compat.zarr_metadata_key(self)),
+                    context=info.ts_context,
+                    sharding=None,
+                    dtype=arg.dtype,
+                )
+                for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)
+            ],
+            max_in_flight_nbytes=_compat.max_restore_nbytes(infos[0]),
+        )
 
 
 async def _write_all(arrays: Iterable[WholeArray]) -> None:

@@ -201,6 +201,61 @@ def test_a_write_spec_of_keys_names_their_implementation(tmp_path):
     assert metadata.ext_metadata == {"random_key_impl": "rbg"}
 
 
+# Orbax: reading.
+
+
+def test_the_builder_of_read_specs_is_where_it_was():
+    """And takes the arguments that it is given."""
+    build = private("orbax.checkpoint._src.serialization.tensorstore_utils", "build_array_read_spec")
+    missing = {"info", "use_ocdbt", "metadata_key", "raise_array_data_missing_error"} - set(parameters(build))
+    assert not missing, f"tensorstore_utils.build_array_read_spec no longer takes {sorted(missing)}"
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["in Zarr 2", "in Zarr 3"])
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["in a directory", "in OCDBT"])
+@pytest.mark.parametrize("may_miss", [False, True], ids=["data must be there", "data may be missing"])
+def test_a_read_spec_is_of_the_stored_array(tmp_path, may_miss, use_ocdbt, use_zarr3):
+    """In its stored dtype; and missing data are an error where Orbax says so."""
+    info = info_for(tmp_path, use_ocdbt, use_zarr3)
+    info.raise_array_data_missing_error = not may_miss
+    spec = _compat.array_read_spec(info, "other.json")
+    assert spec["driver"] == ("zarr3" if use_zarr3 else "zarr"), "build_array_read_spec chose another driver"
+    assert spec["kvstore"]["driver"] == ("ocdbt" if use_ocdbt else "file"), "build_array_read_spec chose another store"
+    assert spec["metadata_key"] == "other.json"
+    assert spec["fill_missing_data_reads"] == may_miss, "build_array_read_spec no longer says what missing data are"
+
+
+@pytest.mark.parametrize("handler", [ocp.type_handlers.ArrayHandler, ocp.type_handlers.NumpyHandler])
+def test_a_handler_keeps_its_metadata_key(handler):
+    """Where it is looked for."""
+    assert hasattr(handler(), "_metadata_key"), f"{handler.__name__} no longer keeps _metadata_key"
+    assert _compat.zarr_metadata_key(handler()) is None
+    assert _compat.zarr_metadata_key(handler(metadata_key="other.json")) == "other.json"
+
+
+def test_how_much_may_be_in_flight_is_told(tmp_path):
+    """By the object that Orbax limits its own reads with."""
+    get = private("orbax.checkpoint._src.serialization.limits", "get_byte_limiter")
+    info = info_for(tmp_path, True, False)
+    for nbytes in (None, 1000):
+        info.byte_limiter = get(nbytes)
+        assert _compat.max_restore_nbytes(info) == nbytes, "limits.get_byte_limiter no longer tells its max_bytes"
+    info.byte_limiter = None
+    assert _compat.max_restore_nbytes(info) is None
+
+
+def test_the_implementations_of_keys_are_read_from_the_metadata():
+    """Of the process that comes first; arrays that are no keys have none."""
+    metadata = private("orbax.checkpoint._src.metadata.array_metadata", "SerializedArrayMetadata")
+
+    def entry(name: str, ext_metadata: Any) -> Any:
+        return metadata(param_name=name, write_shape=(1,), chunk_shape=(1,), ext_metadata=ext_metadata)
+
+    first = [entry("a", {"random_key_impl": "rbg"}), entry("b", None), entry("c", {})]
+    assert _compat.prng_impls({0: first, 1: []}) == {"a": "rbg"}
+    assert _compat.prng_impls(None) == {}
+
+
 # Orbax: the name of the handler.
 
 

@@ -44,7 +44,17 @@ FLOORS: dict[int, tuple[str, ...]] = {
     # JAX. `_compat` is here for JAX's sake; it may import Orbax too, for it is where private names are imported.
     2: ("_leaf_capture", "_capture", "_target_capture", "_binding", "_restoring", "_compat"),
     # Orbax.
-    3: ("_whole_arrays", "_array_metadata", "_arrays", "handler", "args", "checkpointer", "registration", "v1"),
+    3: (
+        "_array_reading",
+        "_whole_arrays",
+        "_array_metadata",
+        "_arrays",
+        "handler",
+        "args",
+        "checkpointer",
+        "registration",
+        "v1",
+    ),
     # Edges.
     4: ("__init__", "__main__", "testing", "_device_process", "cli/", "integrations/"),
 }
