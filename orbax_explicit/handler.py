@@ -42,6 +42,10 @@ PyTree: TypeAlias = Any
 
 Unreduced: TypeAlias = Literal["error", "reduce"]
 
+# A chunk is decoded whole. Larger ones would take more memory at a restore than what lands of them, and more reading of
+# what a smaller shard on another mesh wants.
+_MAX_CHUNK_NBYTES = 32 << 20
+
 _DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
 
 
@@ -112,10 +116,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             args=ocp.args.PyTreeSave(
                 item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
                 save_args=storage_tree(
-                    captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
-                )
-                if save_args
-                else None,
+                    captured.manifest.tree, lambda path: _in_bounded_chunks(save_args.get(path_names(path)))
+                ),
                 custom_metadata=args.custom_metadata,
             ),
         )
@@ -354,6 +356,12 @@ def _leaf_save_args(save_args: PyTree | None) -> Mapping[tuple[str, ...], ocp.Sa
         ocp.tree.str_keypath(keypath): arg if arg.dtype is None else dataclasses.replace(arg, dtype=_dtype(arg.dtype))
         for keypath, arg in flat
     }
+
+
+def _in_bounded_chunks(arg: ocp.SaveArgs | None) -> ocp.SaveArgs:
+    """The arguments of a leaf, with a bound on its chunks where they have none."""
+    arg = arg or ocp.SaveArgs()
+    return arg if arg.chunk_byte_size is not None else dataclasses.replace(arg, chunk_byte_size=_MAX_CHUNK_NBYTES)
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
+import pathlib
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_same_tree, matrix, place, training_state
 
 import orbax_explicit as oxe
+from orbax_explicit import handler as handler_module
 
 CHECKPOINTERS = [
     pytest.param(ocp.Checkpointer, id="a synchronous checkpointer"),
@@ -247,6 +250,36 @@ def test_a_refused_item_stops_the_other_items_of_its_step(tmp_path, mesh):
         restored = manager.restore(0)
     assert_same_tree(restored["a"], good)
     assert_same_tree(restored["b"], good)
+
+
+def stored_chunk(directory: pathlib.Path) -> list[int]:
+    """Shape of the chunks of an array that has a directory of its own."""
+    return list(json.loads((directory / ".zarray").read_text())["chunks"])
+
+
+def test_chunks_are_bounded(tmp_path, mesh, monkeypatch):
+    """A chunk of a shard's size would have to be decoded whole; `SaveArgs` may say otherwise."""
+    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 32)
+    w = place(mesh, matrix(16, 16), P("d", "m"))  # In shards of 128 bytes.
+    state = {"few": w, "many": w, "host": matrix()}
+    args = {"few": None, "many": ocp.SaveArgs(chunk_byte_size=128), "host": None}
+    with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "a", state, save_args=args)
+        checkpointer.wait_until_finished()
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
+    sizes = {name: 4 * math.prod(stored_chunk(tmp_path / "a" / name)) for name in state}
+    assert sizes == {"few": 32, "many": 128, "host": 32}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["", "Zarr 3", "no OCDBT"])
+def test_a_training_state_in_small_chunks_comes_back_whole(tmp_path, mesh, monkeypatch, options):
+    """Of every dtype and layout, keys and arrays of size zero included."""
+    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 16)
+    state = training_state(mesh)
+    with oxe.StandardCheckpointer(**options) as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
 
 
 def test_a_save_goes_on_while_training_does(manager, mesh):
