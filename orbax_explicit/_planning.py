@@ -50,21 +50,19 @@ from orbax_explicit._outcomes import (
 from orbax_explicit._plan import RestorePlan
 from orbax_explicit._policy import RECORDED, RestorePolicy, SpecRule
 from orbax_explicit._records import (
-    UNCONSTRAINED,
     Inventory,
     LeafPath,
     LeafRecord,
     Manifest,
     MeshRecord,
     NamedShardingRecord,
-    Partition,
     ShardingRecord,
     SingleDeviceRecord,
     SpecRecord,
     ValueRecord,
-    partition_axes,
     path_text,
 )
+from orbax_explicit._spec_planning import check_spec, whole_where_indivisible
 from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit
 
 
@@ -502,14 +500,14 @@ class _Planner:
         if isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
             mesh, spec = placement.sharding.mesh, placement.sharding.spec
             self.meshes.check_is_in_every_process(mesh)
-            _check_spec(shape, mesh, spec, by_target=True)
-            _whole_where_indivisible(shape, mesh, spec, by_target=True, replicate=False)
+            check_spec(shape, mesh, spec, by_target=True)
+            whole_where_indivisible(shape, mesh, spec, by_target=True, replicate=False)
         elif isinstance(placement, OnMesh):
             mesh, spec = placement.mesh.mesh, placement.spec
             by_target = decision.rule == "target's abstract mesh"
-            _check_spec(shape, mesh, spec, by_target=by_target)
+            check_spec(shape, mesh, spec, by_target=by_target)
             replicate = self.policy.indivisible == "replicate" and not by_target
-            fitting, changes = _whole_where_indivisible(shape, mesh, spec, by_target=by_target, replicate=replicate)
+            fitting, changes = whole_where_indivisible(shape, mesh, spec, by_target=by_target, replicate=replicate)
             if changes:
                 placement = dataclasses.replace(placement, spec=fitting)
                 return _Decision(decision.rule, placement, (*decision.changes, *changes))
@@ -536,42 +534,3 @@ def _mesh_changes(planned: PlannedMesh, recorded: NamedShardingRecord, spec: Spe
     if spec != recorded.spec:
         changes.append(Change(kind="axes renamed", text=f"{recorded.spec} -> {spec}"))
     return tuple(changes)
-
-
-def _check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, by_target: bool) -> None:
-    """Refuses what JAX would not place: a spec that does not fit the rank, or the axis types of its mesh."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=True))
-    if by_target and "manual" in types.values():
-        raise Refused(_refusals.axes_are_manual(mesh))
-    if spec.unreduced:
-        raise Refused(_refusals.spec_is_unreduced(spec))
-    if any(types[axis] != "explicit" for axis in spec.reduced):
-        raise Refused(_refusals.reduced_axes_are_not_explicit(spec, mesh))
-    if any(p is UNCONSTRAINED for p in spec.partitions) and "auto" not in types.values():
-        raise Refused(_refusals.open_dimension_needs_auto(spec, mesh))
-    if len(spec.partitions) > len(shape):
-        raise Refused(_refusals.spec_is_too_long(spec, shape))
-
-
-def _whole_where_indivisible(
-    shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, by_target: bool, replicate: bool
-) -> tuple[SpecRecord, tuple[Change, ...]]:
-    """The spec, with the dimensions that the mesh does not divide whole; and what to say about these.
-
-    Raises:
-        Refused: There is one, and it is not to be whole.
-    """
-    sharding = NamedShardingRecord(mesh=mesh, spec=spec)
-    partitions: list[Partition] = list(spec.partitions)
-    changes = []
-    for dimension, partition in enumerate(spec.partitions):
-        shards = sharding.shards_along(dimension)
-        if shape[dimension] % shards:
-            if not replicate:
-                axes = partition_axes(partition)
-                raise Refused(_refusals.dimension_is_indivisible(shape[dimension], axes, mesh, by_target=by_target))
-            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in partition_axes(partition))
-            text = f"whole along dimension {dimension} of {shape}, which {sizes} does not divide"
-            changes.append(Change(kind="replicated", text=text))
-            partitions[dimension] = None
-    return dataclasses.replace(spec, partitions=tuple(partitions)) if changes else spec, tuple(changes)

@@ -33,6 +33,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_matching",
         "_topology",
         "_mesh_planning",
+        "_spec_planning",
         "_planning",
         "_containers",
         "_stock",
