@@ -21,6 +21,7 @@ from orbax_explicit._records import (
     LeafRecord,
     Manifest,
     Tree,
+    iterate_containers,
     iterate_leaves,
     path_names,
 )
@@ -101,6 +102,9 @@ def match_leaves(
                 Match(path=path, source=source_path, recorded=leaf, target=None, renamed=_renaming(names, kept))
             )
         return found
+    with_inner: set[LeafNames] = set()
+    if any(target.placeholder for target in targets.values()):
+        with_inner = {path_names(path) for path, _ in iterate_containers(manifest.tree)} | set(saved)
     used: set[LeafNames] = set()
     skipped: set[LeafNames] = set()
     applied: set[LeafNames] = set()
@@ -111,9 +115,8 @@ def match_leaves(
         if renaming is not None:
             applied.add(renaming[0])
         known = saved.get(source)
-        left = [other for other in saved if other[: len(source)] == source] if target.placeholder else []
-        if left:  # Of a leaf, or of all that is below.
-            skipped.update(left)
+        if target.placeholder and source in with_inner:  # For a leaf, or for all that is below.
+            skipped.update(other for other in saved if other[: len(source)] == source)
             found.matches.append(Match(path=path, source=None, recorded=None, target=target))
         elif known is not None:
             used.add(source)
@@ -187,7 +190,7 @@ def _moved(tree: Tree, renames: Mapping[LeafNames, LeafNames]) -> tuple[Tree, li
 
 def _detached(tree: Tree, names: LeafNames) -> tuple[Tree, Tree]:
     """The tree without a subtree, and that subtree."""
-    children = dict(_children(tree, names[0]))
+    children = dict(_children(tree, names[0], moves=len(names) == 1))
     key = next(key for key in children if str(key.name) == names[0])
     if not any(iterate_leaves(children[key])):
         raise _Immovable("another entry of rename_leaves moves it too")
@@ -201,8 +204,10 @@ def _detached(tree: Tree, names: LeafNames) -> tuple[Tree, Tree]:
 
 def _attached(tree: Tree, names: LeafNames, subtree: Tree) -> Tree:
     """The tree with a subtree at a new place, within new dicts where need be."""
-    children = dict(_children(tree, names[0]))
+    children = dict(_children(tree, names[0], moves=False))
     key = next((key for key in children if str(key.name) == names[0]), None)
+    if key is None or len(names) == 1:
+        _children(tree, names[0], moves=True)
     if key is None:
         ints = bool(children) and all(isinstance(key.name, int) for key in children)
         if ints and not re.fullmatch(r"0|-?[1-9][0-9]*", names[0]):
@@ -217,7 +222,9 @@ def _attached(tree: Tree, names: LeafNames, subtree: Tree) -> Tree:
         children[key] = _attached(children[key], names[1:], subtree)
     assert isinstance(tree, ContainerRecord)
     # As JAX flattens a dict; keys of both types, which it could not, stand apart.
-    ordered = sorted(children, key=lambda key: (isinstance(key.name, str), key.name))
+    ordered = list(children)
+    if tree.kind == "dict":
+        ordered.sort(key=lambda key: (isinstance(key.name, str), key.name))
     return dataclasses.replace(tree, keys=tuple(ordered), children=tuple(children[key] for key in ordered))
 
 
@@ -231,7 +238,12 @@ def _pruned(tree: Tree) -> Tree:
     """The tree without what is gone, and without dicts that nothing is left in because of it."""
     if not isinstance(tree, ContainerRecord):
         return tree
-    kept = {key: _pruned(child) for key, child in zip(tree.keys, tree.children, strict=True) if not _is_emptied(child)}
+    # Only a dict can lose an entry.
+    kept = {
+        key: _pruned(child)
+        for key, child in zip(tree.keys, tree.children, strict=True)
+        if tree.kind != "dict" or not _is_emptied(child)
+    }
     return dataclasses.replace(tree, keys=tuple(kept), children=tuple(kept.values()))
 
 
@@ -244,12 +256,12 @@ def _lost_something(tree: Tree) -> bool:
     return tree is _GONE or (isinstance(tree, ContainerRecord) and any(map(_lost_something, tree.children)))
 
 
-def _children(tree: Tree, name: str) -> Iterator[tuple[Key, Tree]]:
-    """The children of a dict; nothing else can lose or gain one."""
+def _children(tree: Tree, name: str, *, moves: bool) -> Iterator[tuple[Key, Tree]]:
+    """The children of a container, of which one is to be entered, or is to come or go: only a dict can lose or gain one."""
     if not isinstance(tree, ContainerRecord):
         raise _Immovable(f"{name!r} would be within a leaf")
     if tree.kind == "none":
         raise _Immovable(f"{name!r} would be within None")
-    if tree.kind != "dict":
+    if moves and tree.kind != "dict":
         raise _Immovable(f"{name!r} is in a {tree.class_text or tree.kind}, which keeps its entries")
     return zip(tree.keys, tree.children, strict=True)

@@ -186,6 +186,7 @@ ChangeKind: TypeAlias = Literal[
     "no sharding",
     "fallback",
     "key data",
+    "typed keys",
 ]
 """What is not as it was recorded.
 
@@ -201,6 +202,7 @@ ChangeKind: TypeAlias = Literal[
 - `"no sharding"`: nothing was recorded of where it was.
 - `"fallback"`: the caller's fallback sharding takes it, since its recorded mesh does not fit.
 - `"key data"`: PRNG keys come back as their data.
+- `"typed keys"`: PRNG keys that the target describes by their data come back as keys.
 """
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 

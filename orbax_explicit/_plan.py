@@ -146,6 +146,9 @@ class RestorePlan:
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole plan as a JSON object: every leaf, mesh, device, byte, change and problem.
 
+        A placement's `"mesh"` is a position in the list `"meshes"`, a recorded sharding's one in `"recorded_meshes"`.
+        `"bytes_by_memory"` has memory kind -> device id -> bytes. `"version"` is that of this form, 1.
+
         Args:
             indent: Spaces for each level; None for one line.
         """

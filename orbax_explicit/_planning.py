@@ -63,7 +63,7 @@ from orbax_explicit._records import (
     path_text,
 )
 from orbax_explicit._spec_planning import check_spec, whole_where_indivisible
-from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit
+from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit, is_python_int
 
 
 def plan_from_records(
@@ -208,17 +208,26 @@ class _Planner:
         notes = []
         rules: Sequence[SpecRule] = self.policy.rules  # type: ignore[assignment]  # the policy made them of the pairs
         for rule in rules:
-            if id(rule) in self.rules_used:
+            if id(rule) in self.rules_used or not outcomes:
                 continue
-            if not outcomes or any(re.search(rule.pattern, path_text(outcome.path)) for outcome in outcomes):
+            if any(re.search(rule.pattern, path_text(outcome.path)) for outcome in outcomes):
                 notes.append(
-                    f"rules: {rule.pattern!r} decides nothing: each leaf that it matches has a spec of its own"
+                    f"rules: {rule.pattern!r} decides nothing: each leaf that it matches has a spec, of its own or of an "
+                    "earlier rule"
                 )
             else:
                 self._report(_refusals.rule_matches_nothing(rule, path_text(outcomes[-1].path)))
+        if self.problems:
+            return []  # It may apply once they are mended.
+        placed = [o.placement.mesh for o in outcomes if isinstance(o.placement, OnMesh)]
         if self.mesh is not None and self.policy.axis_types is not None:
             notes.append("axis_types of the policy do not apply: the mesh that was passed has its own")
-        placed = [o.placement.mesh for o in outcomes if isinstance(o.placement, OnMesh)]
+        if self.mesh is not None and outcomes and not placed:
+            notes.append(
+                "the mesh that was passed takes no leaf: none has a spec to place on it; rules gives specs by name"
+            )
+        if self.policy.arrays == "numpy" and self.policy.memory_kind != RECORDED:
+            notes.append("memory_kind of the policy does not apply: arrays come back as NumPy")
         if self.manifest.inventory is None and any(
             planned.source == "recorded devices" and len(planned.device_ids) < self.present.device_count
             for planned in placed
@@ -253,7 +262,10 @@ class _Planner:
                 shape = target.shape  # Which its spec is for.
             decision = self._on_shape(decision, shape)
             if not isinstance(decision.placement, OnHost):
-                self._check_x64(fitted.dtype or recorded.dtype)
+                self._check_x64(fitted.dtype or recorded.dtype, recorded)
+                if fitted.dtype is not None and is_python_int(recorded) and self.policy.cast != "unsafe":
+                    # On a device nobody would see whether it fits.
+                    problems.append(_refusals.cast_is_not_allowed(recorded, fitted.dtype, self.policy.cast))
         except Refused as refused:
             problems.append(refused.problem)
         return self._finished(match, problems, decision, fitted)
@@ -275,6 +287,9 @@ class _Planner:
         changes = list(decision.changes)
         if fitted.dtype is not None and recorded is not None:
             changes.append(Change(kind="cast", text=f"{recorded.dtype} -> {fitted.dtype}"))
+        if recorded is not None and match.target is not None and describes_key_data(match.target, recorded):
+            text = f"described by their data; they come back as {recorded.dtype_text}"
+            changes.append(Change(kind="typed keys", text=text))
         if match.renamed is not None:
             result, source = ("/".join(names) for names in match.renamed)
             changes.append(Change(kind="renamed", text=f"{result} is read from {source}"))
@@ -297,9 +312,9 @@ class _Planner:
             return recorded.shape
         return target.shape if len(target.shape) == len(recorded.shape) else recorded.shape
 
-    def _check_x64(self, dtype: str) -> None:
+    def _check_x64(self, dtype: str, recorded: LeafRecord) -> None:
         if not self.x64 and dtype in _X64_DTYPES:
-            raise Refused(_refusals.dtype_needs_x64(dtype))
+            raise Refused(_refusals.dtype_needs_x64(dtype, recorded))
 
     # Which sharding.
 

@@ -76,7 +76,9 @@ def context_mesh_is_other(recorded: MeshRecord, wanted: MeshRecord, context: Mes
     elif set(recorded.axis_names) <= set(context.axis_names):
         retype = ", axis_types= in the policy to retype the recorded axes"
     else:
-        retype = ", rename_axes= in the policy to say what the recorded axes are called there"
+        retype = (
+            ", rename_axes= in the policy to say what the recorded axes are called there, rules= to give other specs"
+        )
     return Problem(
         could_not=f"cannot place {what} on the mesh of jax.set_mesh {context}",
         recorded=f"mesh {recorded}",
@@ -145,7 +147,7 @@ def policy_names_unknown_axes(field: str, unknown: Sequence[str], recorded: Iter
     return Problem(
         could_not=f"cannot follow {field}: no recorded mesh has an axis {_listed(unknown)}",
         recorded=f"mesh axes {_listed(sorted(recorded))}",
-        fix=f"name recorded axes in {field}",
+        fix=f"name recorded axes in {field}" + (": recorded axis -> its new name" if field == "rename_axes" else ""),
     )
 
 
@@ -164,7 +166,7 @@ def renamed_leaf_is_not_saved(result: LeafNames, source: LeafNames) -> Problem:
     return Problem(
         could_not=f"cannot read {_path(result)} from {_path(source)}, as rename_leaves says",
         recorded=f"nothing at {_path(source)}",
-        fix="name a path in the checkpoint in rename_leaves; print(read_manifest(path)) lists them",
+        fix="in rename_leaves map a path in the result to its path in the checkpoint; print(read_manifest(path)) lists these",
     )
 
 
@@ -173,7 +175,7 @@ def renamed_leaf_is_not_wanted(result: LeafNames, source: LeafNames) -> Problem:
     return Problem(
         could_not=f"cannot restore {_path(source)} as {_path(result)}, as rename_leaves says",
         present=f"the target has nothing at {_path(result)}, or a longer entry of rename_leaves covers all of it",
-        fix="name a path in the target in rename_leaves: path in the result -> path in the checkpoint",
+        fix="in rename_leaves map a path in the target to its path in the checkpoint",
     )
 
 
@@ -252,8 +254,8 @@ def leaves_are_missing() -> Problem:
     return Problem(
         could_not="cannot restore leaves of the target that the checkpoint lacks",
         recorded="nothing under these names",
-        fix="missing='keep' in the policy keeps the target's own values, rename_leaves says where else they are saved; or "
-        "take them off the target",
+        fix="missing='keep' in the policy keeps the target's own values, rename_leaves says where else they are saved "
+        "(print(read_manifest(path)) lists what is); or take them off the target",
     )
 
 
@@ -301,7 +303,8 @@ def cast_is_not_allowed(recorded: LeafRecord, wanted: str, cast: Cast) -> Proble
         could_not=f"cannot cast {recorded.dtype} to {wanted} with cast={cast!r}",
         recorded=recorded.dtype,
         present=f"the target asks for {wanted}",
-        fix=f"give the target's leaf dtype {recorded.dtype}, or cast='unsafe' in the policy",
+        fix=f"give the target's leaf dtype {recorded.dtype}, or "
+        + ("another cast in the policy, 'same_kind' by default" if cast == "never" else "cast='unsafe' in the policy"),
     )
 
 
@@ -315,11 +318,11 @@ def shape_is_other(recorded: LeafRecord, wanted: tuple[int, ...]) -> Problem:
     )
 
 
-def dtype_needs_x64(dtype: str) -> Problem:
+def dtype_needs_x64(dtype: str, recorded: LeafRecord) -> Problem:
     """A 64-bit dtype that no `jax.Array` can have here."""
     return Problem(
         could_not=f"cannot hold {dtype} in a jax.Array",
-        recorded=dtype,
+        recorded=recorded.dtype,
         present="jax_enable_x64 is off",
         fix="switch jax_enable_x64 on, restore into a target of 32 bits, or into NumPy",
     )

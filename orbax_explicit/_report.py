@@ -33,9 +33,9 @@ def plan_text(plan: RestorePlan) -> str:
     lines = [f"restore of {count}, {bytes_text(plan.bytes_read)} to read"]
     if plan.refused:
         affected = len(plan.outcomes) - len(placed)
-        lines = [f"restore REFUSED for {plural(len(plan.refused), 'problem')}"]
+        lines = [f"restore REFUSED: {plural(len(plan.refused), 'problem')}"]
         if affected:
-            lines[0] += f" of {affected} of {len(plan.outcomes)} {_leaves(len(plan.outcomes))}"
+            lines[0] += f", {affected} of {len(plan.outcomes)} {_leaves(len(plan.outcomes))}"
     lines += _labelled(
         "recorded", [str(plan.recorded) if plan.recorded is not None else "devices that were not recorded"]
     )
@@ -50,7 +50,8 @@ def plan_text(plan: RestorePlan) -> str:
     rules = Counter(outcome.rule for outcome in placed)
     width = len(str(max(rules.values(), default=0)))
     lines += _labelled("leaves", [f"{rules[rule]:>{width}} x {_RULE_TEXT[rule]}" for rule in RULES if rule in rules])
-    lines += _labelled("memory", _memory_lines(plan))
+    if not plan.refused:
+        lines += _labelled("memory", _memory_lines(plan))
     changed: dict[tuple[ChangeKind, str], list[LeafPath]] = {}
     for outcome in placed:
         for change in outcome.changes:
@@ -60,8 +61,11 @@ def plan_text(plan: RestorePlan) -> str:
     if len(changed) > _CHANGES_SHOWN:
         shown.append(f"and {len(changed) - _CHANGES_SHOWN} changes more; to_json() has all of them")
     lines += _labelled("changed", shown)
+    kept = [outcome.path for outcome in placed if outcome.rule == "kept"]
+    if kept:
+        lines += _labelled("kept", [f"the target's own values: {_some(kept)}"])
     if plan.left_out:
-        lines += _labelled("left out", [f"not in the target, and not read: {_some(plan.left_out)}"])
+        lines += _labelled("left out", [f"saved, and not read: {_some(plan.left_out)}"])
     lines += _labelled("note", plan.notes)
     for problem in plan.refused[:_PROBLEMS_SHOWN]:
         lines += _labelled("refused", str(problem).splitlines())
@@ -125,7 +129,8 @@ def _mesh_lines(planned: PlannedMesh, present: int) -> list[str]:
     if planned.source not in ("given", "context", "target"):
         count = len(planned.device_ids)
         of = plural(present, "device")
-        where = f"on {f'all {of}' if count == present > 1 else f'{count} of {of}'}, {where}"
+        all_of = f"all {of}" if present > 1 else "the only device"
+        where = f"on {all_of if count == present else f'{count} of {of}'}, {where}"
     text = f"{after} {where}" if where.startswith("on ") else f"{after}, {where}"
     if planned.recorded is None or before == after:
         return _labelled("mesh", [text])
@@ -171,12 +176,14 @@ def _ids(ids: Sequence[int]) -> str:
 def plan_json(plan: RestorePlan, *, indent: int | None = None) -> str:
     """The whole plan as a JSON object.
 
-    Meshes stand in one list, to which leaves refer by position, so that a plan of many arrays on many devices stays
-    small. A path is text under `"path"`, and its typed keys under `"keys"`.
+    Meshes stand in two lists, so that a plan of many arrays on many devices stays small: a placement's `"mesh"` is a
+    position in `"meshes"`, that of what was recorded one in `"recorded_meshes"`. A path is text under `"path"`, and its
+    typed keys under `"keys"`; devices are named by their ids.
     """
     table = _MeshTable(plan.meshes)
     outcomes = [_outcome_json(outcome, table) for outcome in plan.outcomes]
     document = {
+        "version": 1,
         "refused": [_json(problem) for problem in plan.refused],
         "present": _json(plan.present),
         "recorded": _json(plan.recorded),

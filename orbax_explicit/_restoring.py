@@ -83,7 +83,15 @@ def _make_plan(
     )
     if plan.tree is None:
         return plan
-    return dataclasses.replace(plan, notes=(*plan.notes, *container_notes(plan.tree)))
+    notes = container_notes(plan.tree)
+    if manifest.inventory is None:
+        # What stock Orbax keeps of a tree.
+        notes = (
+            *notes,
+            "stock Orbax records no containers: tuples come back as lists, NamedTuples and other nodes as dicts, int keys as "
+            "text; restore into a target to keep them",
+        )
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def bind_restore(
@@ -153,5 +161,8 @@ def plan_restore(
 def _capture_target(manifest: Manifest, target: PyTree) -> CapturedTarget | None:
     if target is None:
         return None
+    if isinstance(target, RestorePolicy | Mesh):
+        name = "policy" if isinstance(target, RestorePolicy) else "mesh"
+        raise TypeError(f"the target is a {type(target).__name__}: pass it as {name}=")
     impls = {record.prng.impl for record in manifest.arrays.values() if record.prng is not None}
     return record_target(target, impls)

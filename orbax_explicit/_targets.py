@@ -101,7 +101,7 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
     problems = [shape_problem] if shape_problem is not None and strict else []
     if saved_impl is not None or target.dtype in (None, recorded.dtype):
         return Fit(problems=tuple(problems))
-    if cast == "never" or (cast == "same_kind" and not _is_harmless(recorded.dtype, str(target.dtype))):
+    if cast == "never" or (cast == "same_kind" and not _is_harmless(recorded, str(target.dtype))):
         problems.append(_refusals.cast_is_not_allowed(recorded, str(target.dtype), cast))
     return Fit(dtype=target.dtype, problems=tuple(problems))
 
@@ -124,12 +124,22 @@ def describes_key_data(target: TargetRecord, recorded: LeafRecord) -> bool:
     )
 
 
-def _is_harmless(saved: str, wanted: str) -> bool:
-    """Whether a cast changes no more than the precision: within a kind, and of integers to one that holds them all."""
-    kind = dtype_kind(saved)
+def _is_harmless(recorded: LeafRecord, wanted: str) -> bool:
+    """Whether a cast changes no more than the precision: within a kind, and of integers to one that holds them all.
+
+    A Python int has no width: whether it fits is seen when it is read.
+    """
+    kind = dtype_kind(recorded.dtype)
+    if is_python_int(recorded):
+        return dtype_kind(wanted) in ("int", "uint")
     if kind != dtype_kind(wanted):
         return False
-    return kind not in ("int", "uint") or dtype_itemsize(wanted) >= dtype_itemsize(saved)
+    return kind not in ("int", "uint") or dtype_itemsize(wanted) >= dtype_itemsize(recorded.dtype)
+
+
+def is_python_int(recorded: LeafRecord | None) -> bool:
+    """Whether it was saved as an int of Python's own."""
+    return isinstance(recorded, ValueRecord) and recorded.type == "int"
 
 
 def dtype_kind(dtype: str) -> str:

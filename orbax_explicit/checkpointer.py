@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import Mesh
 
 from orbax_explicit._policy import RestorePolicy
@@ -96,7 +97,11 @@ class StandardCheckpointer(ocp.AsyncCheckpointer):
 
         Raises:
             SaveRefusedError: Leaves could not come back as they are. No array has been written.
+            ValueError: The path is not absolute.
         """
+        if not epath.Path(directory).is_absolute():
+            # Orbax would say so in the background, after the call has returned.
+            raise ValueError(f"the path must be absolute, as in Orbax, not {str(directory)!r}")
         args = ExplicitSave(state, save_args, unreduced=unreduced)
         if force and isinstance(self.handler, ExplicitCheckpointHandler):
             # Orbax removes what is there before the handler could refuse.

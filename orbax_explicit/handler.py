@@ -30,12 +30,13 @@ from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
 from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
-from orbax_explicit._errors import FormatError, Problem, SaveRefusedError
+from orbax_explicit._errors import FormatError, Problem, RestoreRefusedError, SaveRefusedError
 from orbax_explicit._outcomes import AsTarget, Kept, OnHost, Outcome
-from orbax_explicit._policy import RestorePolicy, checked_policy
+from orbax_explicit._policy import Cast, RestorePolicy, checked_policy
 from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, path_names, path_text
 from orbax_explicit._restoring import BoundPlan, bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
+from orbax_explicit._targets import is_python_int
 from orbax_explicit._whole_arrays import ExplicitNumpyHandler
 
 PyTree: TypeAlias = Any
@@ -255,7 +256,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         read = {outcome.path: by_name[path_names(source)] for source, outcome in reading.items()}
         if args.strict:
             _check_against_record(read, reading.values())
-        return {outcome.path: _finished(read[outcome.path], outcome) for outcome in reading.values()}
+        cast = (args.policy or self._policy or RestorePolicy()).cast
+        return {outcome.path: _finished(read[outcome.path], outcome, cast) for outcome in reading.values()}
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
@@ -394,7 +396,7 @@ def _is_plain_number(value: np.generic) -> bool:
 
 def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> ocp.RestoreArgs:
     """How Orbax is to read one leaf."""
-    dtype = np.dtype(outcome.dtype) if outcome.dtype is not None else None
+    dtype = np.dtype(outcome.dtype) if outcome.dtype is not None and not _is_cast_when_read(outcome) else None
     sharding: Any = bound.shardings[outcome.path]
     if isinstance(outcome.placement, OnHost):
         # Numbers are stored alike, be they arrays or not: as an array each is cast, and compared with its record.
@@ -412,11 +414,39 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
     )
 
 
-def _finished(stored: Any, outcome: Outcome) -> Any:
+def _is_cast_when_read(outcome: Outcome) -> bool:
+    """Whether a leaf is cast by its value: an int of Python's own has no width to plan with."""
+    return outcome.dtype is not None and isinstance(outcome.placement, OnHost) and is_python_int(outcome.recorded)
+
+
+def _cast_int(stored: Any, outcome: Outcome, cast: Cast) -> Any:
+    """An int of Python's own in the dtype that the target asks for.
+
+    Raises:
+        RestoreRefusedError: It does not fit, and the policy allows no unsafe cast.
+    """
+    with np.errstate(all="ignore"):
+        found = stored.astype(outcome.dtype)
+    if cast != "unsafe" and found.item() != stored.item():
+        raise RestoreRefusedError(
+            Problem(
+                could_not=f"cannot hold {stored.item()} in {outcome.dtype}",
+                recorded="int",
+                present=f"the target asks for {outcome.dtype}",
+                affects=(path_text(outcome.path),),
+                fix="give the target's leaf a wider dtype, or cast='unsafe' in the policy",
+            )
+        )
+    return found
+
+
+def _finished(stored: Any, outcome: Outcome, cast: Cast) -> Any:
     """The leaf as it was, from what Orbax read."""
     placement = outcome.placement
     if not isinstance(placement, OnHost):
         return stored
+    if _is_cast_when_read(outcome):
+        stored = _cast_int(stored, outcome, cast)
     match placement.type:
         case "np.ndarray" | "str":
             return stored
@@ -445,7 +475,7 @@ def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outco
         recorded, value = outcome.recorded, read[outcome.path]
         if recorded is None or not isinstance(value, jax.Array | np.ndarray):
             continue
-        dtype = outcome.dtype or recorded.dtype
+        dtype = recorded.dtype if _is_cast_when_read(outcome) else outcome.dtype or recorded.dtype
         is_keys = isinstance(recorded, ArrayRecord) and recorded.prng is not None
         if is_keys and isinstance(value, jax.Array):
             fits = value.shape == recorded.shape and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

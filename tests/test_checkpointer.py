@@ -400,6 +400,35 @@ def test_everything_that_does_not_fit_a_target_is_listed_at_once(tmp_path, check
     }
 
 
+def test_a_python_int_comes_back_in_the_dtype_of_an_abstract_target(tmp_path, checkpointer):
+    """As a Flax `TrainState` has one, and `jax.eval_shape` says int32; one that does not fit is an error, by name."""
+    path = saved(checkpointer, tmp_path, {"step": 7, "large": 2**40})
+    target = {"step": jax.ShapeDtypeStruct((), jnp.int32), "large": 0}
+    restored = checkpointer.restore(path, target)
+    assert (restored["step"].dtype, int(restored["step"]), restored["large"]) == (np.int32, 7, 2**40)
+    target["large"] = jax.ShapeDtypeStruct((), jnp.int32)
+    with pytest.raises(oxe.RestoreRefusedError, match=f"cannot hold {2**40} in int32") as error:
+        checkpointer.restore(path, target)
+    assert error.value.problems[0].affects == ("large",)
+    unsafe = checkpointer.restore(path, target, policy=oxe.RestorePolicy(cast="unsafe"))
+    assert (unsafe["step"], unsafe["large"]) == (7, 0)
+
+
+def test_a_policy_or_a_mesh_in_the_place_of_the_target_is_an_error(tmp_path, checkpointer, mesh):
+    """It says what to write."""
+    path = saved(checkpointer, tmp_path, {"n": 1})
+    with pytest.raises(TypeError, match="the target is a RestorePolicy: pass it as policy="):
+        checkpointer.restore(path, oxe.RestorePolicy())
+    with pytest.raises(TypeError, match="the target is a Mesh: pass it as mesh="):
+        oxe.plan_restore(path, mesh)
+
+
+def test_a_relative_path_is_refused_before_anything_is_saved(checkpointer):
+    """Orbax would say so in the background."""
+    with pytest.raises(ValueError, match="the path must be absolute, as in Orbax, not 'a/b'"):
+        checkpointer.save("a/b", {"n": 1})
+
+
 def test_a_float_target_casts(tmp_path, checkpointer, mesh):
     """float32 saved, bfloat16 asked for."""
     path = saved(checkpointer, tmp_path, {"w": place(mesh, matrix(), P("d"))})

@@ -129,6 +129,18 @@ def could_nots(plan: RestorePlan) -> dict[str, tuple[str, ...]]:
             {"u": ({"x": "t/0/x", "y": "t/0/y"}, ["t/1/0"])},
             id="a tuple moves as a whole",
         ),
+        pytest.param(
+            {"opt": ({"mu": {"old": 1, "z": 2}}, [{"old": 3}]), "w": 4},
+            {"opt/0/mu/new": "opt/0/mu/old", "opt/1/0/new": "opt/1/0/old"},
+            {"opt": ({"mu": {"new": "opt/0/mu/old", "z": "opt/0/mu/z"}}, [{"new": "opt/1/0/old"}]), "w": "w"},
+            id="an entry of a dict within a tuple or a list gets another name",
+        ),
+        pytest.param(
+            {"t": ({"x": 1}, {"y": 2})},
+            {"x": "t/0/x"},
+            {"t": ({}, {"y": "t/1/y"}), "x": "t/0/x"},
+            id="a dict that is emptied within a tuple stays, for the tuple keeps its entries",
+        ),
     ],
 )
 def test_without_a_target_the_recorded_tree_is_rearranged(tree, renames, expected):
@@ -377,6 +389,12 @@ def test_a_placeholder_stands_for_a_subtree(extra):
     assert plan.refused == ()
     assert sources(plan) == {"a": "a", "b": None, "bb": "bb"}
     assert plan.left_out == (text_path("b/c"), text_path("b/d/e"))
+
+
+def test_a_placeholder_stands_for_a_node_without_leaves():
+    """Such as an `optax.EmptyState`."""
+    plan = plan_of({"a": 1, "b": {}}, {"a": ANY, "b": TargetRecord(placeholder=True, keepable=True)})
+    assert (plan.refused, plan.left_out) == ((), ())
 
 
 def test_a_leaf_that_one_place_skips_and_another_reads_is_not_left_out():

@@ -58,7 +58,7 @@ def test_a_refused_plan_reads_like_this():
     saved = manifest_of(leaves, notes=("2 shardings could not be read",))
     plan = plan_of(saved, present=fake_inventory(8, first_id=100), policy=RestorePolicy(axis_types={"d": "explicit"}))
     assert str(plan) == (
-        "restore REFUSED for 1 problem of 1 of 9 leaves\n"
+        "restore REFUSED: 1 problem, 1 of 9 leaves\n"
         "  recorded  8 cpu devices, 1 process\n"
         "  present   8 cpu devices, 1 process\n"
         "  mesh      (d=2 explicit, m=4 explicit) on all 8 devices, in the order of jax.make_mesh\n"
@@ -68,8 +68,6 @@ def test_a_refused_plan_reads_like_this():
         "            1 x on one device, as recorded\n"
         "            1 x uncommitted, as recorded\n"
         "            1 x a value on the host\n"
-        "  memory    device: at most 804 B, on device 100; 4.61 kB on 8 devices in all\n"
-        "            host values: 8 B in each process\n"
         "  changed   cuda:3 is not present; placed on the default device: far\n"
         "            no axis types were recorded; the mesh axes are auto: old\n"
         "  note      2 shardings could not be read\n"
@@ -144,7 +142,8 @@ def test_a_plan_of_many_choices_reads_like_this():
         "            float32 -> bfloat16: layer_0, layer_1, layer_2 and 21 more\n"
         "            whole along dimension 1 of (32000, 4096), which model=5 does not divide: embed\n"
         "            scale is read from norm\n"
-        "  left out  not in the target, and not read: name, seed"
+        "  kept      the target's own values: head\n"
+        "  left out  saved, and not read: name, seed"
     )
 
 
@@ -734,7 +733,7 @@ def test_json_is_indented_where_that_is_asked_for():
     """One line by default."""
     plan = plan_of()
     assert "\n" not in plan.to_json()
-    assert plan.to_json(indent=2).startswith('{\n  "refused": [],\n')
+    assert plan.to_json(indent=2).startswith('{\n  "version": 1,\n  "refused": [],\n')
     assert json.loads(plan.to_json(indent=2)) == json.loads(plan.to_json())
 
 
