@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -52,6 +52,43 @@ _OPEN_ARRAYS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a reader is told that neither the storage nor its own thread can be asked for.
+
+    Attributes:
+        shape: The shape that is stored, as it was recorded.
+        dtype: Name of the dtype that is stored, as it was recorded.
+        x64: Whether `jax_enable_x64` is on where the restore was called.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    x64: bool
+
+    def check(self, name: str, store: ts.TensorStore) -> None:
+        """Compares an array that has been opened with its record, before any memory is taken for it.
+
+        Raises:
+            FormatError: It is another one.
+        """
+        found = (tuple(store.shape), store.dtype.numpy_dtype.name)
+        if found != (self.shape, self.dtype):
+            raise FormatError(
+                Problem(
+                    could_not=f"cannot restore {name}: what is stored is {found[1]}{found[0]}",
+                    recorded=f"{self.dtype}{self.shape}",
+                    affects=(name,),
+                    fix="restore the checkpoint from a copy: its record and its arrays are not of one save",
+                )
+            )
+
+    def flags(self) -> contextlib.AbstractContextManager[Any]:
+        """JAX's flags as they are where the restore was called: a running event loop has Orbax read in another thread."""
+        flags: contextlib.AbstractContextManager[Any] = jax.enable_x64(self.x64)
+        return flags
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRead:
     """One array to read.
 
@@ -64,6 +101,7 @@ class ArrayRead:
         shape: Shape of the result; None for the stored one.
         strict: Whether the shape must be the stored one; otherwise the array is cut off, or padded with zeros, at the
             end of each dimension.
+        known: What is known of it beside; None for nothing.
     """
 
     name: str
@@ -73,6 +111,7 @@ class ArrayRead:
     dtype: Any = None
     shape: tuple[int, ...] | None = None
     strict: bool = True
+    known: Known | None = None
 
 
 async def read_arrays(reads: Sequence[ArrayRead], *, max_in_flight_nbytes: int | None = None) -> list[Any]:
@@ -103,7 +142,10 @@ async def read_arrays(reads: Sequence[ArrayRead], *, max_in_flight_nbytes: int |
 async def _read_array(array: ArrayRead, budget: _Budget) -> Any:
     with _naming(array):
         store = await ts.open(ts.Spec(dict(array.spec)), open=True, context=array.context)
-    blocks = _Blocks.of(array, store)
+    if array.known is not None:
+        array.known.check(array.name, store)
+    with _flags(array):
+        blocks = _Blocks.of(array, store)
     budget.add_landing(blocks.nbytes)
     pieces = list(_pieces(blocks.devices, store, budget.nbytes // _PIECES_IN_FLIGHT))
     for piece in pieces:
@@ -118,7 +160,12 @@ async def _read_array(array: ArrayRead, budget: _Budget) -> Any:
             await blocks.finish(piece)
 
     await _all(read(piece) for piece in pieces)
-    return blocks.result()
+    with _flags(array):
+        return blocks.result()
+
+
+def _flags(array: ArrayRead) -> contextlib.AbstractContextManager[Any]:
+    return array.known.flags() if array.known is not None else contextlib.nullcontext()
 
 
 async def _fill(blocks: _Blocks, store: ts.TensorStore, piece: _Piece) -> None:
@@ -132,8 +179,10 @@ async def _fill(blocks: _Blocks, store: ts.TensorStore, piece: _Piece) -> None:
                 source = source[region]
                 target = target[ts.d[:].translate_to[tuple(start for start, _ in block)]][region]
             writes.append(target.write(source, batch=batch))
-    for write in writes:
-        await write
+    # All of them, whatever becomes of one: TensorStore would call back into an event loop that may be closed by then.
+    for result in await asyncio.gather(*writes, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -163,7 +212,7 @@ def _naming(array: ArrayRead) -> Iterator[None]:
     except ValueError as error:  # Its statuses NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION, INVALID_ARGUMENT.
         raise FormatError(
             Problem(
-                could_not=f"cannot read {array.name}: {str(error).splitlines()[0]}",
+                could_not=f"cannot read {array.name}: {str(error).partition('[tensorstore_spec=')[0].strip()}",
                 affects=(array.name,),
                 fix="restore the checkpoint from a copy: what is stored is missing or damaged",
             )
@@ -375,8 +424,13 @@ class _Blocks:
         """The array, when every piece has been read."""
         if self._sharding is None or isinstance(self._sharding, UncommittedSharding):
             (block,) = self.devices
-            # No device is named: it stays free. `jnp.asarray` would commit it under `jax.set_mesh`.
-            return self.buffer(block) if self._sharding is None else jax.device_put(self.buffer(block), may_alias=True)
+            if self._sharding is None:
+                return self.buffer(block)
+            # No device is named to `device_put`: it stays free. `jnp.asarray` would commit it under `jax.set_mesh`. The
+            # default device is the caller's; in a running event loop this is another thread, which has its own.
+            (device,) = cast(set[jax.Device], self._sharding.device_set)
+            with jax.default_device(device):
+                return jax.device_put(self.buffer(block), may_alias=True)
         if self._is_copied:
             shards = [shard for block in self.devices for shard in self._copied(block)]
             return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards, dtype=self.dtype)

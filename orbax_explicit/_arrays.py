@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from orbax_explicit._array_metadata import (
     by_storage_name,
     flat_path,
 )
-from orbax_explicit._array_reading import ArrayRead, read_arrays
+from orbax_explicit._array_reading import ArrayRead, Known, read_arrays
 from orbax_explicit._binding import UncommittedSharding, read_present
 from orbax_explicit._capture import record_arrays, record_path
 from orbax_explicit._errors import SaveRefusedError
@@ -50,6 +50,17 @@ from orbax_explicit._sidecar import read_array_records, write_records
 from orbax_explicit._whole_arrays import WholeArray, is_written_whole
 
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
+
+
+@dataclasses.dataclass
+class KnownArrayRestoreArgs(ocp.ArrayRestoreArgs):
+    """How to restore an array that a record knows.
+
+    Attributes:
+        known: What the record says of what is stored.
+    """
+
+    known: Known | None = None
 
 
 class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -70,8 +81,8 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         """Creates the handler.
 
         Args:
-            policy: The choices for restores; those about the tree (`missing`, `extra`, `rename_leaves`, `rules`,
-                `arrays`) cannot be followed here, and are refused.
+            policy: The choices for restores; those about the tree and its leaves (`missing`, `extra`, `cast`,
+                `rename_leaves`, `rules`, `arrays`) cannot be followed here, and are refused.
             records: Whether to write the record; False where another handler records the whole tree.
             primary_host: Index of the process that writes what is written once; None where every process has a
                 storage of its own.
@@ -155,7 +166,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         # Inside a checkpoint handler everything is decided: it has planned for the whole tree.
         undecided = [i for i, arg in enumerate(args) if self._records and not _is_decided(arg)]
         if undecided:
-            decided = self._decide([(infos[i], args[i]) for i in undecided])
+            decided = self._decide(list(zip(infos, args, strict=True)), undecided)
             for i, arg in zip(undecided, decided, strict=True):
                 args[i] = arg
         here = [i for i, arg in enumerate(args) if not self.has_dispatcher() and _sharding_to_read(arg) is not None]
@@ -180,6 +191,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
                     dtype=arg.dtype,
                     shape=arg.global_shape,
                     strict=arg.strict,
+                    known=getattr(arg, "known", None),
                 )
                 for info, arg in leaves
             ],
@@ -191,15 +203,22 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
                 arrays[i] = jax.random.wrap_key_data(arrays[i], impl=prng_impls[info.name])
         return arrays
 
-    def _decide(self, leaves: Sequence[tuple[ParamInfo, ocp.RestoreArgs]]) -> list[ocp.ArrayRestoreArgs]:
-        """Plans where arrays land whose arguments name no concrete sharding."""
+    def _decide(
+        self, leaves: Sequence[tuple[ParamInfo, ocp.RestoreArgs]], undecided: Sequence[int]
+    ) -> list[ocp.ArrayRestoreArgs]:
+        """Plans where the arrays at these positions land, whose arguments name no concrete sharding.
+
+        Beside the others: a leaf that a target gives no sharding lands on the mesh of those that have one.
+        """
         recorded = by_storage_name(read_array_records(leaves[0][0].parent_dir))
-        target = {info.name: _Wanted(recorded.arrays[flat_path(info.name)], arg) for info, arg in leaves}
+        asked = {info.name: _Wanted(recorded.arrays[flat_path(info.name)], arg) for info, arg in leaves}
+        own = {leaves[i][0].name for i in undecided}
+        target = {name: wanted for name, wanted in asked.items() if name in own or wanted.says_where_others_land}
         # Of the whole record, so that a mesh gets the same sizes whichever of its arrays are asked for.
         policy = dataclasses.replace(self._policy or RestorePolicy(), extra="ignore")
         bound = bind_restore(recorded, read_present(), target=target, policy=policy)
         decided = []
-        for info, arg in leaves:
+        for info, arg in (leaves[i] for i in undecided):
             sharding = bound.shardings[flat_path(info.name)]
             given = arg if isinstance(arg, ocp.ArrayRestoreArgs) else ocp.ArrayRestoreArgs(dtype=arg.dtype)
             if given.dtype is not None and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
@@ -282,7 +301,9 @@ def _placed(array: jax.Array, arg: ocp.RestoreArgs) -> jax.Array:
     """Finishes what Orbax's restore arguments cannot say."""
     wanted = getattr(arg, "sharding", None)
     if isinstance(wanted, UncommittedSharding):
-        return _uncommitted(array)
+        (device,) = cast(set[jax.Device], wanted.device_set)
+        with jax.default_device(device):
+            return _uncommitted(array)
     return array
 
 
@@ -300,6 +321,13 @@ class _Wanted:
 
     recorded: ArrayRecord
     args: ocp.RestoreArgs
+
+    @property
+    def says_where_others_land(self) -> bool:
+        """Whether it names a mesh on which leaves may land that name none; keys and cut arrays have shapes of their own."""
+        whole = getattr(self.args, "global_shape", None) is None or getattr(self.args, "strict", True)
+        named = isinstance(getattr(self.args, "sharding", None), NamedSharding)
+        return named and whole and self.recorded.prng is None
 
     @property
     def shape(self) -> tuple[int, ...]:

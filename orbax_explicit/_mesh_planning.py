@@ -39,15 +39,17 @@ from orbax_explicit._topology import (
 
 
 class Refused(Exception):
-    """Control flow of a planning: something cannot be done, for this reason. The plan lists it.
+    """Control flow of a planning: something cannot be done, for these reasons. The plan lists them.
 
     Attributes:
-        problem: The reason, without the leaves that it affects.
+        problem: The first reason, without the leaves that it affects.
+        problems: All of them.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *more: Problem) -> None:
         super().__init__(problem.could_not)
         self.problem = problem
+        self.problems = (problem, *more)
 
 
 class MeshPlanner:
@@ -187,14 +189,14 @@ class MeshPlanner:
 
     def _for_recorded(self, recorded: NamedShardingRecord) -> PlannedMesh:
         mesh = recorded.mesh
-        wanted = self._wanted(mesh)
+        self._kept_names(mesh)
         if self._mesh is not None:
             if missing := sorted(self.renamed(recorded.spec).axes() - set(self._mesh.axis_names)):
                 raise Refused(_refusals.mesh_lacks_axes(missing, self._mesh, mesh))
             return self._at_hand(self._mesh, "given", mesh)
         if self._context is not None:
             if not self._has_axes(self._context, mesh):
-                raise Refused(_refusals.context_mesh_is_other(mesh, wanted, self._context))
+                raise Refused(_refusals.context_mesh_is_other(mesh, self._wanted(mesh), self._context))
             return self._at_hand(self._context, "context", mesh)
         own = self._of_target(mesh)
         if own is None:
@@ -218,29 +220,48 @@ class MeshPlanner:
 
     def _has_axes(self, mesh: MeshRecord, recorded: MeshRecord) -> bool:
         """Whether a mesh has the axis names of a recorded one, as the policy has them, with their types where known."""
-        wanted = self._wanted(recorded)
-        dropped = {old for old, new in self._policy.rename_axes.items() if new is None}
-        kept = [i for i, name in enumerate(recorded.axis_names) if name not in dropped]
-        if not {wanted.axis_names[i] for i in kept} <= set(mesh.axis_names):
+        names = self._kept_names(recorded)
+        if not set(names.values()) <= set(mesh.axis_names):
             return False
-        if wanted.axis_types is None or mesh.axis_types is None:
+        types = self._wanted_types(recorded)
+        if types is None or mesh.axis_types is None:
             return True
         have = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        return all(have[wanted.axis_names[i]] == wanted.axis_types[i] for i in kept)
+        wanted = dict(zip(recorded.axis_names, types, strict=True))
+        return all(have[new] == wanted[old] for old, new in names.items())
+
+    def _kept_names(self, mesh: MeshRecord) -> dict[str, str]:
+        """What the axes of a recorded mesh are called, but for those that the policy drops.
+
+        Raises:
+            Refused: Two axes would have one name.
+        """
+        new_names = {name: self._policy.rename_axes.get(name, name) for name in mesh.axis_names}
+        kept = {old: new for old, new in new_names.items() if new is not None}
+        self._check_names(mesh, kept.values())
+        return kept
+
+    def _check_names(self, mesh: MeshRecord, names: Iterable[str]) -> None:
+        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+            raise Refused(_refusals.policy_gives_two_axes_one_name(mesh, twice))
+
+    def _wanted_types(self, mesh: MeshRecord) -> tuple[AxisType, ...] | None:
+        """The types that the policy gives the axes of a recorded mesh; None where neither it nor the record says."""
+        if self._policy.axis_types is None:
+            return mesh.axis_types
+        return self._policy.typed(mesh.axis_names, mesh.axis_types or _all_auto(mesh))
 
     def _wanted(self, mesh: MeshRecord) -> MeshRecord:
-        """A recorded mesh with the axis names and types that the policy gives it; untyped where neither says.
+        """A recorded mesh with the names and types that the policy gives its axes; one that is dropped keeps its name.
 
         Raises:
             Refused: Two axes would have one name.
         """
         if id(mesh) not in self._as_wanted:
-            names = tuple(self._policy.rename_axes.get(name) or name for name in mesh.axis_names)
-            if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-                raise Refused(_refusals.policy_gives_two_axes_one_name(mesh, twice))
-            types = mesh.axis_types
-            if self._policy.axis_types is not None:
-                types = self._policy.typed(mesh.axis_names, mesh.axis_types or _all_auto(mesh))
+            kept = self._kept_names(mesh)
+            names = tuple(kept.get(name, name) for name in mesh.axis_names)
+            self._check_names(mesh, names)
+            types = self._wanted_types(mesh)
             same = (names, types) == (mesh.axis_names, mesh.axis_types)
             self._as_wanted[id(mesh)] = mesh if same else dataclasses.replace(mesh, axis_names=names, axis_types=types)
         return self._as_wanted[id(mesh)]
@@ -374,7 +395,7 @@ def _renamed_partition(partition: Partition, renames: Mapping[str, str | None]) 
     if not any(axis in renames for axis in axes):
         return partition
     named = _renamed_names(axes, renames, ordered=False)
-    if isinstance(partition, str) or not named:
+    if len(named) <= 1:  # As JAX writes it.
         return named[0] if named else None
     return named
 

@@ -63,7 +63,7 @@ from orbax_explicit._records import (
     path_text,
 )
 from orbax_explicit._spec_planning import check_spec, whole_where_indivisible
-from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit, is_python_int
+from orbax_explicit._targets import Fit, TargetRecord, describes_key_data, fit, is_python_int, is_text
 
 
 def plan_from_records(
@@ -143,10 +143,10 @@ class _Planner:
         self.positions: dict[Problem, int] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
-        self.decided: dict[tuple[int, int, bool], _Decision | Problem] = {}
+        self.decided: dict[tuple[int, int, bool], _Decision | Refused] = {}
         self.by_rules: dict[tuple[int, int], _Decision] = {}
         self.rules_used: set[int] = set()
-        self.shaped: dict[tuple[int, tuple[int, ...]], _Decision | Problem] = {}
+        self.shaped: dict[tuple[int, tuple[int, ...]], _Decision | Refused] = {}
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
         self.meshes = MeshPlanner(
@@ -258,16 +258,19 @@ class _Planner:
         try:
             decision = self._decide(match.path, recorded, target)
             shape = self._shape(recorded, target)
-            if target is not None and target.shape is not None and describes_key_data(target, recorded):
+            described = target is not None and describes_key_data(target, recorded)
+            if described and target is not None and target.shape is not None:
                 shape = target.shape  # Which its spec is for.
             decision = self._on_shape(decision, shape)
+            if not described and (uncut := self._uncut(decision.placement, recorded, target)) is not None:
+                problems.append(uncut)
             if not isinstance(decision.placement, OnHost):
                 self._check_x64(fitted.dtype or recorded.dtype, recorded)
                 if fitted.dtype is not None and is_python_int(recorded) and self.policy.cast != "unsafe":
                     # On a device nobody would see whether it fits.
                     problems.append(_refusals.cast_is_not_allowed(recorded, fitted.dtype, self.policy.cast))
         except Refused as refused:
-            problems.append(refused.problem)
+            problems += refused.problems
         return self._finished(match, problems, decision, fitted)
 
     def _finished(self, match: Match, problems: list[Problem], decision: _Decision | None, fitted: Fit) -> Outcome:
@@ -310,7 +313,18 @@ class _Planner:
             return (target.shape if target is not None else None) or ()
         if target is None or target.shape is None or target.value_type is not None or self.strict:
             return recorded.shape
-        return target.shape if len(target.shape) == len(recorded.shape) else recorded.shape
+        return recorded.shape if describes_key_data(target, recorded) else target.shape
+
+    def _uncut(self, placement: Placement, recorded: LeafRecord, target: TargetRecord | None) -> Problem | None:
+        """What is wrong with another shape than the saved one, where none need be the saved one.
+
+        Only what lands on devices is cut or padded, at the end of each dimension.
+        """
+        wanted = None if target is None or self.strict or is_text(recorded) else target.shape
+        if wanted is None or wanted == recorded.shape:
+            return None
+        cut = not isinstance(placement, OnHost) and len(wanted) == len(recorded.shape)
+        return None if cut else _refusals.shape_is_other(recorded, wanted)
 
     def _check_x64(self, dtype: str, recorded: LeafRecord) -> None:
         if not self.x64 and dtype in _X64_DTYPES:
@@ -352,10 +366,10 @@ class _Planner:
             try:
                 self.decided[key] = self._decide_sharding(sharding, committed, target)
             except Refused as refused:
-                self.decided[key] = refused.problem
+                self.decided[key] = refused
         decision = self.decided[key]
-        if isinstance(decision, Problem):
-            raise Refused(decision)
+        if isinstance(decision, Refused):
+            raise Refused(*decision.problems)
         return decision
 
     def _as_numpy(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
@@ -377,7 +391,8 @@ class _Planner:
             not committed
             and target.committed is None
             and isinstance(target.sharding, SingleDeviceRecord)
-            and (self.present.process_count > 1 or target.sharding.device_id == self.present.device_ids[0])
+            and target.sharding.device_id in self.default_device_ids
+            and target.sharding.memory_kind in (None, self.present.default_memory_kind)
         )
 
     def _decide_sharding(
@@ -445,7 +460,12 @@ class _Planner:
         return _Decision("target's abstract mesh", OnMesh(mesh=planned, spec=target.spec, memory_kind=kind), changes)
 
     def _on_recorded_mesh(self, recorded: NamedShardingRecord) -> _Decision:
-        planned = self.meshes.for_recorded(recorded)
+        try:
+            planned = self.meshes.for_recorded(recorded)
+        except Refused as refused:
+            # With what else is wrong, so that it does not come as a surprise once the mesh is mended.
+            self._memory_kind(recorded.memory_kind, beside=refused.problems)
+            raise
         spec = self.meshes.renamed(recorded.spec)
         kind, changes = self._memory_kind(recorded.memory_kind)
         changes = (*_mesh_changes(planned, recorded, spec), *changes)
@@ -471,12 +491,16 @@ class _Planner:
 
     # Memory kinds and shapes.
 
-    def _memory_kind(self, recorded: str | None) -> tuple[str, tuple[Change, ...]]:
-        """The memory kind to restore into, and what to say about it."""
+    def _memory_kind(self, recorded: str | None, beside: Sequence[Problem] = ()) -> tuple[str, tuple[Change, ...]]:
+        """The memory kind to restore into, and what to say about it.
+
+        Raises:
+            Refused: The platform lacks it; with the problems that there are beside.
+        """
         wanted = self.policy.memory_kind
         if wanted != RECORDED:
             if wanted not in self.present.memory_kinds:
-                raise Refused(_refusals.memory_kind_is_not_here(wanted, "policy", self.present))
+                raise Refused(*beside, _refusals.memory_kind_is_not_here(wanted, "policy", self.present))
             return wanted, ()
         default = self.present.default_memory_kind
         saved = self.manifest.inventory
@@ -504,10 +528,10 @@ class _Planner:
             try:
                 self.shaped[key] = self._fitted(decision, shape)
             except Refused as refused:
-                self.shaped[key] = refused.problem
+                self.shaped[key] = refused
         fitted = self.shaped[key]
-        if isinstance(fitted, Problem):
-            raise Refused(fitted)
+        if isinstance(fitted, Refused):
+            raise Refused(*fitted.problems)
         return fitted
 
     def _fitted(self, decision: _Decision, shape: tuple[int, ...]) -> _Decision:
@@ -515,12 +539,13 @@ class _Planner:
         if isinstance(placement, AsTarget) and isinstance(placement.sharding, NamedShardingRecord):
             mesh, spec = placement.sharding.mesh, placement.sharding.spec
             self.meshes.check_is_in_every_process(mesh)
-            check_spec(shape, mesh, spec, by_target=True)
+            check_spec(shape, mesh, spec, asked=True)
             whole_where_indivisible(shape, mesh, spec, by_target=True, replicate=False)
         elif isinstance(placement, OnMesh):
             mesh, spec = placement.mesh.mesh, placement.spec
             by_target = decision.rule == "target's abstract mesh"
-            check_spec(shape, mesh, spec, by_target=by_target)
+            asked = placement.mesh.recorded is None or placement.mesh.source in ("given", "context", "target")
+            check_spec(shape, mesh, spec, asked=asked)
             replicate = self.policy.indivisible == "replicate" and not by_target
             fitting, changes = whole_where_indivisible(shape, mesh, spec, by_target=by_target, replicate=replicate)
             if changes:

@@ -129,8 +129,9 @@ class RestorePolicy:
         return (self.axis_types,) * len(axis_names)
 
     def for_arrays_alone(self) -> RestorePolicy:
-        """The same choices about each array, and the defaults of those about the tree that it is in."""
-        return dataclasses.replace(self, missing="error", extra="error", rename_leaves={}, rules=(), arrays="jax")
+        """The same choices about where each array lands, and the defaults of those about the tree and its targets."""
+        plain = dataclasses.replace(self, missing="error", extra="error", rename_leaves={}, rules=(), arrays="jax")
+        return dataclasses.replace(plain, cast="same_kind")
 
     def spec_for(self, path: str) -> SpecRule | None:
         """The first of `rules` whose expression is found in the path of a leaf."""
@@ -175,7 +176,7 @@ def checked_array_policy(policy: RestorePolicy | None) -> RestorePolicy | None:
     ]
     if names:
         raise ValueError(
-            f"a handler of arrays alone sees no tree, and cannot follow {', '.join(names)}: restore through an "
+            f"a handler of arrays alone sees no tree and no target, and cannot follow {', '.join(names)}: restore through an "
             "ExplicitCheckpointHandler"
         )
     return policy
@@ -207,7 +208,7 @@ def _axis_names(names: Any) -> tuple[str, ...]:
 
 def _renamed_axes(names: Any) -> Mapping[str, str | None]:
     if not isinstance(names, Mapping) or not all(
-        isinstance(old, str) and (new is None or isinstance(new, str)) for old, new in names.items()
+        isinstance(old, str) and (new is None or (isinstance(new, str) and new)) for old, new in names.items()
     ):
         raise ValueError(f"rename_axes must map mesh axis names to names or None, not {names!r}")
     kept = [new for new in names.values() if new is not None]

@@ -308,6 +308,16 @@ def cast_is_not_allowed(recorded: LeafRecord, wanted: str, cast: Cast) -> Proble
     )
 
 
+def cast_does_not_exist(recorded: LeafRecord, wanted: str) -> Problem:
+    """A cast that TensorStore does not make, or makes wrongly."""
+    return Problem(
+        could_not=f"cannot cast {recorded.dtype} to {wanted} while it is read",
+        recorded=recorded.dtype,
+        present=f"the target asks for {wanted}",
+        fix=f"give the target's leaf dtype {recorded.dtype}, and cast what is restored",
+    )
+
+
 def shape_is_other(recorded: LeafRecord, wanted: tuple[int, ...]) -> Problem:
     """A shape that is not the saved one."""
     return Problem(
@@ -338,7 +348,7 @@ def axes_are_manual(mesh: MeshRecord) -> Problem:
     return Problem(
         could_not=f"cannot place an array on {mesh}: manual axes exist within jax.shard_map alone",
         present=f"mesh {mesh}",
-        fix="give the target a mesh with explicit or auto axes",
+        fix="pass a mesh, or a target on one, with explicit or auto axes",
     )
 
 

@@ -38,11 +38,13 @@ class BoundPlan:
         shardings: Where each leaf lands, by its path in the result: an `UncommittedSharding` for an uncommitted
             array, None for a value on the host.
         target: The target; None for none.
+        x64: Whether `jax_enable_x64` was on when it was made.
     """
 
     plan: RestorePlan
     shardings: Mapping[LeafPath, Sharding | None]
     target: CapturedTarget | None
+    x64: bool
 
 
 def _make_plan(
@@ -122,7 +124,7 @@ def bind_restore(
     plan = _make_plan(manifest, present, target=captured, mesh=mesh, policy=policy, strict=strict, fallback=fallback)
     plan.raise_if_refused()
     shardings = bind_plan(plan, present, mesh=mesh, target=captured, fallback=fallback)
-    return BoundPlan(plan=plan, shardings=shardings, target=captured)
+    return BoundPlan(plan=plan, shardings=shardings, target=captured, x64=present.x64)
 
 
 def plan_restore(

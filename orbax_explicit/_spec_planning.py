@@ -21,10 +21,10 @@ from orbax_explicit._records import (
 )
 
 
-def check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, by_target: bool) -> None:
-    """Refuses what JAX would not place: a spec that does not fit the rank, or the axis types of its mesh."""
+def check_spec(shape: tuple[int, ...], mesh: MeshRecord, spec: SpecRecord, *, asked: bool) -> None:
+    """Refuses what JAX would not place: a spec that does not fit the rank, or the axis types of a mesh that is asked for."""
     types = dict(zip(mesh.axis_names, mesh.axis_types or (), strict=True))
-    if by_target and "manual" in types.values():
+    if asked and "manual" in types.values():
         raise Refused(_refusals.axes_are_manual(mesh))
     if spec.unreduced:
         raise Refused(_refusals.spec_is_unreduced(spec))
@@ -47,14 +47,17 @@ def whole_where_indivisible(
     sharding = NamedShardingRecord(mesh=mesh, spec=spec)
     partitions: list[Partition] = list(spec.partitions)
     changes = []
+    problems = []
     for dimension, partition in enumerate(spec.partitions):
         shards = sharding.shards_along(dimension)
         if shape[dimension] % shards:
             if not replicate:
                 axes = partition_axes(partition)
-                raise Refused(_refusals.dimension_is_indivisible(shape[dimension], axes, mesh, by_target=by_target))
+                problems.append(_refusals.dimension_is_indivisible(shape[dimension], axes, mesh, by_target=by_target))
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in partition_axes(partition))
             text = f"whole along dimension {dimension} of {shape}, which {sizes} does not divide"
             changes.append(Change(kind="replicated", text=text))
             partitions[dimension] = None
+    if problems:
+        raise Refused(*problems)
     return dataclasses.replace(spec, partitions=tuple(partitions)) if changes else spec, tuple(changes)

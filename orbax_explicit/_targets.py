@@ -88,7 +88,7 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
     if (
         saved_impl != target.prng_impl
         or (saved_impl is not None and target.value_type is not None)
-        or _is_text(recorded) != (target.value_type == "str")
+        or is_text(recorded) != (target.value_type == "str")
         or (target.value_type == "bytes") > _is_bytes(recorded)
     ):
         return Fit(problems=(_refusals.type_is_other(recorded, target.type_text, is_prng=saved_impl is not None),))
@@ -101,7 +101,9 @@ def fit(recorded: LeafRecord, target: TargetRecord, cast: Cast, *, strict: bool)
     problems = [shape_problem] if shape_problem is not None and strict else []
     if saved_impl is not None or target.dtype in (None, recorded.dtype):
         return Fit(problems=tuple(problems))
-    if cast == "never" or (cast == "same_kind" and not _is_harmless(recorded, str(target.dtype))):
+    if not _is_known_to_tensorstore(recorded.dtype, str(target.dtype)):
+        problems.append(_refusals.cast_does_not_exist(recorded, str(target.dtype)))
+    elif cast == "never" or (cast == "same_kind" and not _is_harmless(recorded, str(target.dtype))):
         problems.append(_refusals.cast_is_not_allowed(recorded, str(target.dtype), cast))
     return Fit(dtype=target.dtype, problems=tuple(problems))
 
@@ -137,6 +139,13 @@ def _is_harmless(recorded: LeafRecord, wanted: str) -> bool:
     return kind not in ("int", "uint") or dtype_itemsize(wanted) >= dtype_itemsize(recorded.dtype)
 
 
+def _is_known_to_tensorstore(saved: str, wanted: str) -> bool:
+    """Whether TensorStore, which casts, gives what NumPy would: of float8_e8m0fnu it gives other numbers."""
+    if "float8_e8m0fnu" in (saved, wanted):
+        return False
+    return (dtype_kind(saved), wanted) != ("complex", "bool")
+
+
 def is_python_int(recorded: LeafRecord | None) -> bool:
     """Whether it was saved as an int of Python's own."""
     return isinstance(recorded, ValueRecord) and recorded.type == "int"
@@ -150,7 +159,8 @@ def dtype_kind(dtype: str) -> str:
     return dtype
 
 
-def _is_text(recorded: LeafRecord) -> bool:
+def is_text(recorded: LeafRecord) -> bool:
+    """Whether it was saved as text."""
     return isinstance(recorded, ValueRecord) and recorded.type == "str"
 
 

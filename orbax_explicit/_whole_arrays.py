@@ -17,7 +17,7 @@ import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
-from orbax_explicit._array_reading import ArrayRead, read_arrays
+from orbax_explicit._array_reading import ArrayRead, Known, read_arrays
 from orbax_explicit._leaf_capture import record_prng
 
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
@@ -85,6 +85,17 @@ class WholeArray:
         )
 
 
+@dataclasses.dataclass
+class KnownRestoreArgs(ocp.RestoreArgs):
+    """How to restore to the host what a record knows.
+
+    Attributes:
+        known: What the record says of what is stored.
+    """
+
+    known: Known | None = None
+
+
 class ExplicitNumpyHandler(ocp.type_handlers.NumpyHandler):
     """Stock's handler for `numpy.ndarray`, with arrays of size zero as well, and bounded memory. Process 0 writes."""
 
@@ -123,6 +134,7 @@ class ExplicitNumpyHandler(ocp.type_handlers.NumpyHandler):
                     context=info.ts_context,
                     sharding=None,
                     dtype=arg.dtype,
+                    known=getattr(arg, "known", None),
                 )
                 for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)
             ],

@@ -26,7 +26,8 @@ from jax.sharding import Mesh
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
-from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
+from orbax_explicit._array_reading import Known
+from orbax_explicit._arrays import ExplicitArrayHandler, KnownArrayRestoreArgs, await_directories
 from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_tree
 from orbax_explicit._containers import rebuild_tree, storage_tree
@@ -37,7 +38,7 @@ from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, path_names,
 from orbax_explicit._restoring import BoundPlan, bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._targets import is_python_int
-from orbax_explicit._whole_arrays import ExplicitNumpyHandler
+from orbax_explicit._whole_arrays import ExplicitNumpyHandler, KnownRestoreArgs
 
 PyTree: TypeAlias = Any
 
@@ -117,7 +118,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             args=ocp.args.PyTreeSave(
                 item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
                 save_args=storage_tree(
-                    captured.manifest.tree, lambda path: _in_bounded_chunks(save_args.get(path_names(path)))
+                    captured.manifest.tree,
+                    lambda path: _in_bounded_chunks(captured.values[path], save_args.get(path_names(path))),
                 ),
                 custom_metadata=args.custom_metadata,
             ),
@@ -360,10 +362,30 @@ def _leaf_save_args(save_args: PyTree | None) -> Mapping[tuple[str, ...], ocp.Sa
     }
 
 
-def _in_bounded_chunks(arg: ocp.SaveArgs | None) -> ocp.SaveArgs:
-    """The arguments of a leaf, with a bound on its chunks where they have none."""
+def _in_bounded_chunks(value: Any, arg: ocp.SaveArgs | None) -> ocp.SaveArgs:
+    """The arguments of a leaf, with a bound on its chunks where they have none and can have one.
+
+    Orbax cuts a shard by factors of its dimensions until a chunk is small enough. A large prime among them would leave
+    chunks of a few bytes, and millions of them: such a shard is one chunk, as in stock Orbax.
+    """
     arg = arg or ocp.SaveArgs()
-    return arg if arg.chunk_byte_size is not None else dataclasses.replace(arg, chunk_byte_size=_MAX_CHUNK_NBYTES)
+    if arg.chunk_byte_size is not None or not isinstance(value, jax.Array | np.ndarray) or _has_large_factors(value):
+        return arg
+    return dataclasses.replace(arg, chunk_byte_size=_MAX_CHUNK_NBYTES)
+
+
+def _has_large_factors(value: jax.Array | np.ndarray[Any, Any]) -> bool:
+    """Whether a dimension of a shard has a prime factor above 7; every process finds the same."""
+    shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else value.shape
+    return any(_without_small_factors(length) > 1 for length in shape)
+
+
+def _without_small_factors(length: int) -> int:
+    """What is left of a length when it has been divided by 2, 3, 5 and 7 as often as it can be; 0 of 0."""
+    for factor in (2, 3, 5, 7):
+        while length and length % factor == 0:
+            length //= factor
+    return length
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
@@ -398,10 +420,14 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
     """How Orbax is to read one leaf."""
     dtype = np.dtype(outcome.dtype) if outcome.dtype is not None and not _is_cast_when_read(outcome) else None
     sharding: Any = bound.shardings[outcome.path]
+    recorded = outcome.recorded
+    assert recorded is not None
+    stored_shape = recorded.stored_shape if isinstance(recorded, ArrayRecord) else recorded.shape
+    known = Known(shape=stored_shape, dtype=recorded.dtype, x64=bound.x64)
     if isinstance(outcome.placement, OnHost):
         # Numbers are stored alike, be they arrays or not: as an array each is cast, and compared with its record.
         is_text = outcome.placement.type == "str"
-        return ocp.RestoreArgs() if is_text else ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+        return ocp.RestoreArgs() if is_text else KnownRestoreArgs(restore_type=np.ndarray, dtype=dtype, known=known)
     shape = None
     if bound.target is not None and not args.strict:
         shape = outcome.shape
@@ -409,8 +435,8 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
             shape += outcome.recorded.prng.key_shape
     if bound.target is not None and args.support_layout and isinstance(outcome.placement, AsTarget):
         sharding = getattr(bound.target.leaves[outcome.path], "format", None) or sharding
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=args.strict
+    return KnownArrayRestoreArgs(
+        restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=args.strict, known=known
     )
 
 

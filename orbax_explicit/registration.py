@@ -54,12 +54,13 @@ def register(policy: RestorePolicy | None = None) -> None:
     Handlers that are made later are meant too; those with a type handler registry of their own are not. Only arrays
     and their shardings: a type handler sees no containers, and no leaf of another type, so that an array and a NumPy
     array under one storage name are not told apart. Explicit `ArrayRestoreArgs` are honoured. In a running
-    event loop (a notebook) the mesh of `jax.set_mesh` cannot be seen from where Orbax calls. Called again, it replaces
+    event loop (a notebook) the mesh of `jax.set_mesh` cannot be seen from where Orbax calls. What is refused without a
+    target comes as stock's own `ValueError`, of which our error is the cause. Called again, it replaces
     the policy. Every process calls it.
 
     Args:
-        policy: The choices for restores; those about the tree (`missing`, `extra`, `rename_leaves`, `rules`, `arrays`)
-            cannot be followed here.
+        policy: The choices for restores; those about the tree and its leaves (`missing`, `extra`, `cast`,
+            `rename_leaves`, `rules`, `arrays`) cannot be followed here. Stock Orbax casts to the dtype of a target.
 
     Raises:
         ValueError: The policy has choices about the tree.

@@ -271,6 +271,56 @@ def test_chunks_are_bounded(tmp_path, mesh, monkeypatch):
     assert sizes == {"few": 32, "many": 128, "host": 32}
 
 
+@pytest.mark.parametrize("shape", [(10007,), (509, 4), (2, 11)], ids=str)
+def test_a_shard_that_has_no_small_factors_is_one_chunk(tmp_path, mesh, monkeypatch, shape):
+    """Orbax cuts by factors: a large prime would leave as many chunks as elements."""
+    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 8)
+    state = {"w": jnp.arange(math.prod(shape)).reshape(shape)}
+    with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
+    assert stored_chunk(tmp_path / "a" / "w") == list(shape)
+
+
+def test_a_restore_in_a_running_event_loop_has_the_callers_flags_and_device(tmp_path):
+    """As in a notebook: Orbax reads in another thread, which has a default device and flags of its own."""
+    device = jax.devices()[6]
+
+    async def cell() -> Any:
+        with jax.enable_x64(True), jax.default_device(device), oxe.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "a", {"wide": jnp.arange(3.0), "key": jax.random.key(1)})
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(tmp_path / "a"), oxe.plan_restore(tmp_path / "a").default_device_ids
+
+    restored, default = asyncio.run(cell())
+    assert default == (device.id,)
+    assert restored["wide"].dtype == np.float64
+    for array in restored.values():
+        assert not array.committed
+        assert array.devices() == {device}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param({"dtype": "<i4"}, id="another dtype, though the target casts"),
+        pytest.param({"shape": [10**12, 8], "chunks": [10**12, 8]}, id="a shape that no memory holds"),
+        pytest.param({"shape": [7, 7]}, id="a shape that the mesh does not divide"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["cast", "as saved"])
+def test_an_array_that_is_not_the_recorded_one_is_an_error_before_it_is_read(tmp_path, mesh, edit, dtype):
+    """By leaf name, and whatever becomes of its values."""
+    with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": place(mesh, matrix(), P("d", "m"))})
+        checkpointer.wait_until_finished()
+        file = tmp_path / "a" / "w" / ".zarray"
+        file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+        with pytest.raises(oxe.FormatError, match="cannot restore w: what is stored is"):
+            checkpointer.restore(tmp_path / "a", {"w": jax.ShapeDtypeStruct((8, 8), dtype)})
+
+
 @pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["", "Zarr 3", "no OCDBT"])
 def test_a_training_state_in_small_chunks_comes_back_whole(tmp_path, mesh, monkeypatch, options):
     """Of every dtype and layout, keys and arrays of size zero included."""

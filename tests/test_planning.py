@@ -902,7 +902,7 @@ def test_a_spec_of_renamed_axes(partitions, renamed):
 @pytest.mark.parametrize(
     ("renames", "partitions", "expected"),
     [
-        pytest.param({"m": None}, (("d", "m"),), (("d",),), id="the other axis of its dimension stays"),
+        pytest.param({"m": None}, (("d", "m"),), ("d",), id="the other axis of its dimension stays"),
         pytest.param({"d": None, "m": None}, (("d", "m"),), (None,), id="with both the dimension is whole"),
         pytest.param({"m": None}, ("m", "d"), (None, "d"), id="a dimension of its own is whole"),
     ],
@@ -1232,7 +1232,21 @@ def test_keys_come_back_as_keys_of_their_implementation(recorded, target, could_
         pytest.param(
             array(None), wanted(shape=(64,)), True, "cannot restore shape (8, 8) into shape (64,)", id="another rank"
         ),
-        pytest.param(array(None), wanted(shape=(8, 4)), False, None, id="another shape without strictness"),
+        pytest.param(array(on(MESH)), wanted(shape=(8, 4)), False, None, id="another shape without strictness"),
+        pytest.param(
+            array(None),
+            wanted(shape=(8, 4)),
+            False,
+            "cannot restore shape (8, 8) into shape (8, 4)",
+            id="another shape on the host, where nothing is cut",
+        ),
+        pytest.param(
+            array(on(MESH)),
+            wanted(shape=(64,)),
+            False,
+            "cannot restore shape (8, 8) into shape (64,)",
+            id="another rank without strictness",
+        ),
         pytest.param(
             ValueRecord(type="np.ndarray", dtype="float32", shape=(3,)),
             wanted(shape=(4,)),
@@ -1539,6 +1553,71 @@ def test_an_abstract_leaf_may_describe_keys_by_their_data():
         assert (outcome.shape, outcome.dtype) == (KEYS.shape, None)
     other = dataclasses.replace(like_data, dtype="int32")
     assert "cannot restore key<" in refused(plan_of(manifest_of({"k": KEYS}), {"k": other})).could_not
+
+
+# What a hostile user found.
+
+
+@pytest.mark.parametrize(
+    ("device_id", "kind", "stays"),
+    [
+        pytest.param(3, None, True, id="on the default device"),
+        pytest.param(3, "device", True, id="on the default device, in its default memory"),
+        pytest.param(3, "pinned_host", False, id="in other memory"),
+        pytest.param(0, None, False, id="on another device, though it is the first"),
+    ],
+)
+def test_an_abstract_target_on_one_device_leaves_an_array_uncommitted(device_id, kind, stays):
+    """Only where that is what it asks for; anything else is taken as it is."""
+    saved = manifest_of({"s": array(SingleDeviceRecord(device_id=0, platform="cpu"), (), committed=False)})
+    sharding = SingleDeviceRecord(device_id=device_id, platform="cpu", memory_kind=kind)
+    target = TargetRecord(shape=(), dtype="float32", sharding=sharding, concrete=True)
+    outcome = only(plan_of(saved, {"s": target}, default_device_ids=(3,)))
+    assert outcome.placement == (Uncommitted(memory_kind="device") if stays else AsTarget(sharding=sharding))
+
+
+@pytest.mark.parametrize("name", ["mesh", "context"])
+def test_a_mesh_at_hand_with_manual_axes_is_refused(name):
+    """No array can be placed there from outside."""
+    saved = manifest_of({"w": array(on(mesh_of(types=None), "d"))})
+    problem = refused(plan_of(saved, **{name: mesh_of(types=("explicit", "manual"))}))
+    assert problem.could_not.endswith("manual axes exist within jax.shard_map alone")
+
+
+def test_an_axis_may_take_the_name_of_one_that_is_dropped():
+    """On a mesh at hand; a mesh that is rebuilt keeps both, and has no two axes of one name."""
+    policy = RestorePolicy(rename_axes={"d": None, "m": "d"})
+    saved = manifest_of({"w": array(on(MESH, "d", "m"))})
+    for name in ("mesh", "context"):
+        placement = only(plan_of(saved, policy=policy, **{name: mesh_of({"d": 8})})).placement
+        assert placement.spec == SpecRecord(partitions=(None, "d"))
+    assert "two of them would be called 'd'" in refused(plan_of(saved, policy=policy)).could_not
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [("float32", "float8_e8m0fnu"), ("float8_e8m0fnu", "float32"), ("complex64", "bool")],
+)
+@pytest.mark.parametrize("cast", ["same_kind", "unsafe"])
+def test_a_cast_that_tensorstore_lacks_is_refused(saved, target, cast):
+    """Or makes wrongly; under any policy."""
+    plan = plan_of(
+        manifest_of({"w": array(on(MESH), dtype=saved)}), {"w": wanted(dtype=target)}, policy=RestorePolicy(cast=cast)
+    )
+    assert refused(plan).could_not == f"cannot cast {saved} to {target} while it is read"
+
+
+def test_all_that_is_wrong_with_one_leaf_comes_at_once():
+    """Its mesh and its memory kind; each of its dimensions."""
+    policy = RestorePolicy(memory_kind="nope", indivisible="error")
+    plan = plan_of(context=mesh_of({"x": 8}), policy=policy)
+    assert [p.could_not.partition(" ")[2].partition(" ")[0] for p in plan.refused] == ["place", "restore"]
+    saved = manifest_of({"w": array(on(mesh_of({"d": 1, "m": 1}), "d", "m"), (15, 6))})
+    plan = plan_of(saved, mesh=MESH, policy=RestorePolicy(indivisible="error"))
+    assert [p.could_not for p in plan.refused] == [
+        "cannot split a dimension of length 15 over d=2",
+        "cannot split a dimension of length 6 over m=4",
+    ]
 
 
 # What of a policy decides nothing.

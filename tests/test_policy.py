@@ -182,6 +182,11 @@ ONLY_TYPES = "axis_types must be AxisType members or names among ['explicit', 'a
             {"resize": ("d", "d")}, "resize names a mesh axis twice: ('d', 'd')", id="an axis to resize twice"
         ),
         pytest.param(
+            {"rename_axes": {"d": ""}},
+            "rename_axes must map mesh axis names to names or None, not {'d': ''}",
+            id="an axis without a name",
+        ),
+        pytest.param(
             {"rename_axes": "d"},
             "rename_axes must map mesh axis names to names or None, not 'd'",
             id="axes in no mapping",

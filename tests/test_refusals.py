@@ -121,6 +121,7 @@ SCENARIOS: dict[str, Callable[[], RestorePlan]] = {
         saved_with(rate=ValueRecord(type="float", dtype="float64")), target_with(rate=TargetRecord(value_type="int"))
     ),
     "cast_is_not_allowed": lambda: plan_of(SAVED, target_with(kernel=wanted(shape=(512, 512), dtype="int8"))),
+    "cast_does_not_exist": lambda: plan_of(SAVED, target_with(kernel=wanted(shape=(512, 512), dtype="float8_e8m0fnu"))),
     "shape_is_other": lambda: plan_of(SAVED, target_with(embed=wanted(shape=(50304, 512)))),
     "dtype_needs_x64": lambda: plan_of(saved_with(loss=array(on(DATA_MODEL), (), dtype="float64")), x64=False),
     "axes_are_manual": lambda: plan_of(SAVED, on_mesh(mesh_of({"data": 2, "model": 4}, ("explicit", "manual")))),

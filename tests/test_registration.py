@@ -6,9 +6,10 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from trees import array_state, assert_same_tree, assert_same_values, matrix, place
 
@@ -209,6 +210,7 @@ def test_a_manager_of_stock_handlers_is_served(tmp_path, mesh):
         pytest.param({"missing": "keep"}, "missing", id="leaves that the checkpoint lacks"),
         pytest.param({"extra": "ignore", "arrays": "numpy"}, "extra, arrays", id="two at once"),
         pytest.param({"rename_leaves": {"a": "b"}}, "rename_leaves", id="renamed leaves"),
+        pytest.param({"cast": "never"}, "cast", id="casts"),
         pytest.param({"rules": [("w", P("d"))]}, "rules", id="specs by name"),
     ],
 )
@@ -217,6 +219,23 @@ def test_choices_about_the_tree_are_refused(policy, named):
     with pytest.raises(ValueError, match=f"cannot follow {named}: restore through an ExplicitCheckpointHandler"):
         oxe.register(oxe.RestorePolicy(**policy))
     assert not isinstance(ocp.type_handlers.get_type_handler(jax.Array), oxe.ExplicitArrayHandler)
+
+
+def test_a_leaf_without_a_sharding_lands_beside_concrete_ones(tmp_path, mesh):
+    """On the mesh of the target's other leaves, so that they can be used together."""
+    devices = np.array(jax.devices()[::-1]).reshape(4, 2)
+    other = Mesh(devices, ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    state = {"w": place(mesh, matrix(), P("d", "m")), "count": place(mesh, np.int32(3))}
+    target = {
+        "w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(other, P("d", "m"))),
+        "count": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    with oxe.registered(), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "a", target)
+    assert restored["count"].sharding == NamedSharding(other, P(), memory_kind="device")
+    assert_same_values(jax.jit(lambda tree: tree["w"] * tree["count"])(restored), 3 * matrix())
 
 
 def test_a_part_of_the_tree_lands_on_the_mesh_of_the_whole(tmp_path, mesh):
