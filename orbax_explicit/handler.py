@@ -46,7 +46,7 @@ Unreduced: TypeAlias = Literal["error", "reduce"]
 
 # A chunk is decoded whole. Larger ones would take more memory at a restore than what lands of them, and more reading of
 # what a smaller shard on another mesh wants.
-_MAX_CHUNK_NBYTES = 32 << 20
+_MAX_CHUNK_NBYTES = 16 << 20
 
 _DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
 
