@@ -610,7 +610,8 @@ def check_resized(front: Front, root: pathlib.Path) -> None:
     product = jax.jit(lambda w, step: w * step)(restored["w"], restored["step"])
     np.testing.assert_array_equal(np.asarray(product), 5 * matrix())
     plan = str(oxe.plan_restore(front.item(root)))
-    of = f"{count} of {jax.device_count()}" if count < jax.device_count() or count == 1 else f"all {count}"
+    of = f"{count} of {jax.device_count()}" if count < jax.device_count() else f"all {count}"
+    of = "the only" if jax.device_count() == 1 else of
     assert f"(d={sizes[0]} explicit, m={sizes[1]} explicit) on {of} device" in plan
     assert ("idle" in plan) == (count < jax.device_count())
 
