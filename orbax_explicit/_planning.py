@@ -290,7 +290,13 @@ class _Planner:
         changes = list(decision.changes)
         if fitted.dtype is not None and recorded is not None:
             changes.append(Change(kind="cast", text=f"{recorded.dtype} -> {fitted.dtype}"))
-        if recorded is not None and match.target is not None and describes_key_data(match.target, recorded):
+        on_host = isinstance(decision.placement, OnHost)
+        if (
+            recorded is not None
+            and match.target is not None
+            and describes_key_data(match.target, recorded)
+            and not on_host
+        ):
             text = f"described by their data; they come back as {recorded.dtype_text}"
             changes.append(Change(kind="typed keys", text=text))
         if match.renamed is not None:

@@ -1551,6 +1551,9 @@ def test_an_abstract_leaf_may_describe_keys_by_their_data():
     for strict in (True, False):
         outcome = only(plan_of(manifest_of({"k": KEYS}), {"k": like_data}, strict=strict))
         assert (outcome.shape, outcome.dtype) == (KEYS.shape, None)
+        assert outcome.notes == ("described by their data; they come back as key<threefry2x32>",)
+    outcome = only(plan_of(manifest_of({"k": KEYS}), {"k": like_data}, policy=RestorePolicy(arrays="numpy")))
+    assert outcome.notes == ("key<threefry2x32> as its data, uint32",)
     other = dataclasses.replace(like_data, dtype="int32")
     assert "cannot restore key<" in refused(plan_of(manifest_of({"k": KEYS}), {"k": other})).could_not
 
