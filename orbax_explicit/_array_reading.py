@@ -51,6 +51,16 @@ _PIECES_IN_FLIGHT = 4
 _OPEN_ARRAYS = 64
 
 
+def other_array_problem(name: str, stored: str, recorded: str) -> Problem:
+    """What is wrong where a stored array is not the one that was recorded."""
+    return Problem(
+        could_not=f"cannot restore {name}: what is stored is {stored}",
+        recorded=recorded,
+        affects=(name,),
+        fix="restore the checkpoint from a copy: its record and its arrays are not of one save",
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What a reader is told that neither the storage nor its own thread can be asked for.
@@ -73,14 +83,7 @@ class Known:
         """
         found = (tuple(store.shape), store.dtype.numpy_dtype.name)
         if found != (self.shape, self.dtype):
-            raise FormatError(
-                Problem(
-                    could_not=f"cannot restore {name}: what is stored is {found[1]}{found[0]}",
-                    recorded=f"{self.dtype}{self.shape}",
-                    affects=(name,),
-                    fix="restore the checkpoint from a copy: its record and its arrays are not of one save",
-                )
-            )
+            raise FormatError(other_array_problem(name, f"{found[1]}{found[0]}", f"{self.dtype}{self.shape}"))
 
     def flags(self) -> contextlib.AbstractContextManager[Any]:
         """JAX's flags as they are where the restore was called: a running event loop has Orbax read in another thread."""

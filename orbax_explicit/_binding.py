@@ -69,17 +69,9 @@ class Present:
     @property
     def default_device_ids(self) -> tuple[int, ...]:
         """`jax.Device.id` of the default device of each process; of other processes their first device is assumed."""
-        first: dict[int, int] = {}
-        for device in self.devices:
-            first.setdefault(device.process_index, device.id)
+        first = {process: ids[0] for process, ids in self.inventory.device_ids_by_process().items()}
         first[self.default_device.process_index] = self.default_device.id
         return tuple(first.values())
-
-    def device(self, device_id: int | None) -> jax.Device:
-        """The device with this id; of None the default one."""
-        if device_id is None:
-            return self.default_device
-        return next(device for device in self.devices if device.id == device_id)
 
 
 def read_present(devices: Sequence[jax.Device] | None = None) -> Present:
@@ -163,9 +155,11 @@ class _Binder:
             case AsFallback():
                 return self.fallback
             case Uncommitted():
-                return UncommittedSharding(self.present.device(None), memory_kind=placement.memory_kind)
+                return UncommittedSharding(self.present.default_device, memory_kind=placement.memory_kind)
             case OnDevice():
-                return SingleDeviceSharding(self.present.device(placement.device_id), memory_kind=placement.memory_kind)
+                device_id = placement.device_id
+                device = self.present.default_device if device_id is None else self.by_id[device_id]
+                return SingleDeviceSharding(device, memory_kind=placement.memory_kind)
             case OnMesh():
                 key = (id(placement.mesh), placement.spec, placement.memory_kind)
                 if key not in self.shardings:

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
@@ -83,28 +84,48 @@ def match_leaves(
         matches = [Match(path=p, source=p, recorded=leaf, target=None) for p, leaf in manifest.leaves.items()]
         return Matching(matches=matches, tree=manifest.tree)
     saved = {path_names(path): (path, leaf) for path, leaf in manifest.leaves.items()}
-    found = Matching()
     below = {names[:length] for names in saved for length in range(1, len(names) + 1)} if renames else set()
     lost = {result: source for result, source in renames.items() if source not in below}
-    for result, source in lost.items():
-        found.problems.append(_refusals.renamed_leaf_is_not_saved(result, source))
+    found = Matching(problems=[_refusals.renamed_leaf_is_not_saved(*renaming) for renaming in lost.items()])
     if targets is None:
         kept = {result: source for result, source in renames.items() if result not in lost}
-        found.tree, stuck = _moved(manifest.tree, kept)
-        if stuck:
-            # Refused as a whole, with the leaves as they were.
-            found.tree, kept = manifest.tree, {}
-        found.problems += stuck
-        for path, leaf in iterate_leaves(found.tree):
-            names = path_names(path)
-            source_path, _ = saved[_source(names, kept)]
-            found.matches.append(
-                Match(path=path, source=source_path, recorded=leaf, target=None, renamed=_renaming(names, kept))
-            )
-        return found
-    with_inner: set[LeafNames] = set()
+        _rearrange(found, manifest.tree, saved, kept)
+    else:
+        _follow_target(found, manifest.tree, saved, targets, policy, lost)
+    return found
+
+
+_Saved: TypeAlias = Mapping[LeafNames, tuple[LeafPath, LeafRecord]]
+
+
+def _rearrange(found: Matching, tree: Tree, saved: _Saved, renames: Mapping[LeafNames, LeafNames]) -> None:
+    """Matches the leaves of the recorded tree, when it has been rearranged."""
+    found.tree, stuck = _moved(tree, renames)
+    if stuck:
+        # Refused as a whole, with the leaves as they were.
+        found.tree, renames = tree, {}
+    found.problems += stuck
+    for path, leaf in iterate_leaves(found.tree):
+        names = path_names(path)
+        source, _ = saved[_source(names, renames)]
+        found.matches.append(
+            Match(path=path, source=source, recorded=leaf, target=None, renamed=_renaming(names, renames))
+        )
+
+
+def _follow_target(
+    found: Matching,
+    tree: Tree,
+    saved: _Saved,
+    targets: Mapping[LeafPath, TargetRecord],
+    policy: RestorePolicy,
+    lost: Mapping[LeafNames, LeafNames],
+) -> None:
+    """Matches the leaves of a target; `lost` are the renames from where nothing is saved."""
+    renames: Mapping[LeafNames, LeafNames] = policy.rename_leaves
+    nodes: set[LeafNames] = set()
     if any(target.placeholder for target in targets.values()):
-        with_inner = {path_names(path) for path, _ in iterate_containers(manifest.tree)} | set(saved)
+        nodes = {path_names(path) for path, _ in iterate_containers(tree)} | set(saved)
     used: set[LeafNames] = set()
     skipped: set[LeafNames] = set()
     applied: set[LeafNames] = set()
@@ -115,7 +136,7 @@ def match_leaves(
         if renaming is not None:
             applied.add(renaming[0])
         known = saved.get(source)
-        if target.placeholder and source in with_inner:  # For a leaf, or for all that is below.
+        if target.placeholder and source in nodes:  # For a leaf, or for all that is below.
             skipped.update(other for other in saved if other[: len(source)] == source)
             found.matches.append(Match(path=path, source=None, recorded=None, target=target))
         elif known is not None:
@@ -126,15 +147,13 @@ def match_leaves(
             if renaming is not None and renaming[0] in lost:
                 problem = _refusals.renamed_leaf_is_not_saved(*renaming)
             found.matches.append(Match(path=path, source=None, recorded=None, target=target, problem=problem))
-    for result, source in renames.items():
-        if result not in applied and result not in lost:
-            found.problems.append(_refusals.renamed_leaf_is_not_wanted(result, source))
+    unused = (renaming for renaming in renames.items() if renaming[0] not in applied and renaming[0] not in lost)
+    found.problems += [_refusals.renamed_leaf_is_not_wanted(*renaming) for renaming in unused]
     for names, (path, _) in saved.items():
         if names not in used:
             found.left_out.append(path)
             if names not in skipped and policy.extra == "error":
                 found.extra.append(path)
-    return found
 
 
 def _missing_problem(target: TargetRecord, policy: RestorePolicy) -> Problem | None:

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
@@ -37,6 +38,8 @@ from orbax_explicit._topology import (
     splits_by_mesh,
 )
 
+_Answer = TypeVar("_Answer")
+
 
 class Refused(Exception):
     """Control flow of a planning: something cannot be done, for these reasons. The plan lists them.
@@ -50,6 +53,29 @@ class Refused(Exception):
         super().__init__(problem.could_not)
         self.problem = problem
         self.problems = (problem, *more)
+
+
+class Answers(Generic[_Answer]):
+    """What was answered once, a refusal too, by questions that are cheap to compare."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Answer | Refused] = {}
+
+    def once(self, question: Hashable, answer: Callable[[], _Answer]) -> _Answer:
+        """The answer to a question, which is worked out when it is asked for the first time.
+
+        Raises:
+            Refused: That was the answer.
+        """
+        if question not in self._known:
+            try:
+                self._known[question] = answer()
+            except Refused as refused:
+                self._known[question] = refused
+        known = self._known[question]
+        if isinstance(known, Refused):
+            raise Refused(*known.problems)
+        return known
 
 
 class MeshPlanner:
@@ -86,7 +112,7 @@ class MeshPlanner:
         self._target_meshes = tuple(dict.fromkeys(target_meshes))
         self._exact = exact
         # By identity: hashing a mesh costs O(devices). The manifest, the policy and the target keep the keys alive.
-        self._answers: dict[tuple[str, int, int], PlannedMesh | Problem] = {}
+        self._answers: Answers[PlannedMesh] = Answers()
         self._as_wanted: dict[int, MeshRecord] = {}
         self._renamed_specs: dict[int, SpecRecord] = {}
 
@@ -100,7 +126,7 @@ class MeshPlanner:
         Raises:
             Refused: A passed or context mesh contradicts it, or it is larger than the machine.
         """
-        return self._once(("target", id(wanted), id(recorded)), lambda: self._for_target(wanted, recorded))
+        return self._answers.once(("target", id(wanted), id(recorded)), lambda: self._for_target(wanted, recorded))
 
     def for_recorded(self, recorded: NamedShardingRecord) -> PlannedMesh:
         """The mesh that takes a recorded spec.
@@ -108,7 +134,7 @@ class MeshPlanner:
         Raises:
             Refused: A passed or context mesh cannot take it, or the recorded mesh does not fit the present devices.
         """
-        return self._once(("recorded", id(recorded), 0), lambda: self._for_recorded(recorded))
+        return self._answers.once(("recorded", id(recorded), 0), lambda: self._for_recorded(recorded))
 
     def for_rule(self, rule: SpecRule) -> PlannedMesh:
         """The mesh that takes a spec by name: the one at hand, else the only one of the target or of the checkpoint.
@@ -116,7 +142,7 @@ class MeshPlanner:
         Raises:
             Refused: There is none, or more than one, or it lacks axes of the spec.
         """
-        return self._once(("rule", id(rule), 0), lambda: self._for_rule(rule))
+        return self._answers.once(("rule", id(rule), 0), lambda: self._for_rule(rule))
 
     def renamed(self, spec: SpecRecord) -> SpecRecord:
         """A recorded spec with the names that the policy gives its axes."""
@@ -132,17 +158,6 @@ class MeshPlanner:
                 unreduced_kind=spec.unreduced_kind if _renamed_names(spec.unreduced, renames) else None,
             )
         return self._renamed_specs[id(spec)]
-
-    def _once(self, question: tuple[str, int, int], answer: Callable[[], PlannedMesh]) -> PlannedMesh:
-        if question not in self._answers:
-            try:
-                self._answers[question] = answer()
-            except Refused as refused:
-                self._answers[question] = refused.problem
-        found = self._answers[question]
-        if isinstance(found, Problem):
-            raise Refused(found)
-        return found
 
     def check_is_in_every_process(self, mesh: MeshRecord) -> None:
         """Refuses a concrete mesh of which some process has no device: it would wait for the others, or they for it.
@@ -292,7 +307,7 @@ class MeshPlanner:
     # Rebuilding a recorded mesh on the present devices.
 
     def _rebuilt(self, mesh: MeshRecord) -> PlannedMesh:
-        return self._once(("rebuilt", id(mesh), 0), lambda: self._as_recorded(mesh) or self._adapted(mesh))
+        return self._answers.once(("rebuilt", id(mesh), 0), lambda: self._as_recorded(mesh) or self._adapted(mesh))
 
     def _typed(self, mesh: MeshRecord) -> MeshRecord:
         wanted = self._wanted(mesh)

@@ -59,13 +59,14 @@ class PlannedMesh:
             object.__setattr__(self, "device_ids", self.mesh.device_ids)
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether the caller had it: it was passed, set or on the target, and is taken as it is."""
+        return self.source in ("given", "context", "target")
+
+    @property
     def resized(self) -> bool:
         """Whether it is a recorded mesh, rebuilt with other sizes."""
-        return (
-            self.recorded is not None
-            and self.source not in ("given", "context", "target")
-            and self.mesh.axis_sizes != self.recorded.axis_sizes
-        )
+        return self.recorded is not None and not self.is_at_hand and self.mesh.axis_sizes != self.recorded.axis_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

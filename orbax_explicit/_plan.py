@@ -64,7 +64,7 @@ class RestorePlan:
         used = {id(o.placement.mesh): o.placement.mesh for o in self.outcomes if isinstance(o.placement, OnMesh)}
         return tuple(dict.fromkeys(used.values()))
 
-    @property
+    @functools.cached_property
     def idle_device_ids(self) -> tuple[int, ...]:
         """Present devices that no mesh is on, of the plan or of the target; empty where the plan has none."""
         if not self.meshes:

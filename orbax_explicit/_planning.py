@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from orbax_explicit import _refusals
 from orbax_explicit._errors import Problem
 from orbax_explicit._matching import Match, match_leaves
-from orbax_explicit._mesh_planning import MeshPlanner, Refused
+from orbax_explicit._mesh_planning import Answers, MeshPlanner, Refused
 from orbax_explicit._outcomes import (
     AsFallback,
     AsTarget,
@@ -98,10 +98,7 @@ def plan_from_records(
         A plan with one outcome for every leaf, and every problem there is.
     """
     if default_device_ids is None:
-        first: dict[int, int] = {}
-        for device_id, process in zip(present.device_ids, present.process_indices, strict=True):
-            first.setdefault(process, device_id)
-        default_device_ids = tuple(first.values())
+        default_device_ids = tuple(ids[0] for ids in present.device_ids_by_process().values())
     return _Planner(
         manifest, targets, present, policy or RestorePolicy(), mesh, context, strict, fallback, x64, default_device_ids
     ).plan()
@@ -143,10 +140,10 @@ class _Planner:
         self.positions: dict[Problem, int] = {}
         # Decided once for all leaves that share a sharding record, by identity: hashing a record that holds a mesh
         # costs O(devices). The manifest and the targets keep the records alive.
-        self.decided: dict[tuple[int, int, bool], _Decision | Refused] = {}
+        self.decided: Answers[_Decision] = Answers()
         self.by_rules: dict[tuple[int, int], _Decision] = {}
         self.rules_used: set[int] = set()
-        self.shaped: dict[tuple[int, tuple[int, ...]], _Decision | Refused] = {}
+        self.shaped: Answers[_Decision] = Answers()
         shardings = {id(t.sharding): t.sharding for t in (targets or {}).values()}.values()
         meshes = {id(s.mesh): s.mesh for s in shardings if isinstance(s, NamedShardingRecord)}.values()
         self.meshes = MeshPlanner(
@@ -368,20 +365,11 @@ class _Planner:
 
     def _once(self, sharding: ShardingRecord | None, committed: bool, target: TargetRecord | None) -> _Decision:
         key = (id(sharding), id(target.sharding) if target is not None else 0, committed)
-        if key not in self.decided:
-            try:
-                self.decided[key] = self._decide_sharding(sharding, committed, target)
-            except Refused as refused:
-                self.decided[key] = refused
-        decision = self.decided[key]
-        if isinstance(decision, Refused):
-            raise Refused(*decision.problems)
-        return decision
+        return self.decided.once(key, lambda: self._decide_sharding(sharding, committed, target))
 
     def _as_numpy(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
-            as_array = target is not None and target.dtype is not None
-            return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
+            return _host_value(recorded, target)
         changes: tuple[Change, ...] = ()
         if recorded.prng is not None:
             changes = (Change(kind="key data", text=f"{recorded.dtype_text} as its data, {recorded.dtype}"),)
@@ -442,8 +430,7 @@ class _Planner:
 
     def _unrecorded(self, recorded: LeafRecord, target: TargetRecord | None) -> _Decision:
         if isinstance(recorded, ValueRecord):
-            as_array = target is not None and target.dtype is not None
-            return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
+            return _host_value(recorded, target)
         if recorded.prng is not None:
             change = Change(kind="no sharding", text="no sharding was recorded; the keys are uncommitted")
             return self._uncommitted("uncommitted", self.present.default_memory_kind, (change,))
@@ -530,15 +517,7 @@ class _Planner:
             return decision
         # What lies on a mesh was decided once for many arrays; of a target's sharding the target keeps the record.
         key = (id(decision if isinstance(placement, OnMesh) else placement.sharding), shape)
-        if key not in self.shaped:
-            try:
-                self.shaped[key] = self._fitted(decision, shape)
-            except Refused as refused:
-                self.shaped[key] = refused
-        fitted = self.shaped[key]
-        if isinstance(fitted, Refused):
-            raise Refused(*fitted.problems)
-        return fitted
+        return self.shaped.once(key, lambda: self._fitted(decision, shape))
 
     def _fitted(self, decision: _Decision, shape: tuple[int, ...]) -> _Decision:
         placement = decision.placement
@@ -550,7 +529,7 @@ class _Planner:
         elif isinstance(placement, OnMesh):
             mesh, spec = placement.mesh.mesh, placement.spec
             by_target = decision.rule == "target's abstract mesh"
-            asked = placement.mesh.recorded is None or placement.mesh.source in ("given", "context", "target")
+            asked = placement.mesh.recorded is None or placement.mesh.is_at_hand
             check_spec(shape, mesh, spec, asked=asked)
             replicate = self.policy.indivisible == "replicate" and not by_target
             fitting, changes = whole_where_indivisible(shape, mesh, spec, by_target=by_target, replicate=replicate)
@@ -558,6 +537,12 @@ class _Planner:
                 placement = dataclasses.replace(placement, spec=fitting)
                 return _Decision(decision.rule, placement, (*decision.changes, *changes))
         return decision
+
+
+def _host_value(recorded: ValueRecord, target: TargetRecord | None) -> _Decision:
+    """A value that was on the host: as it was, or as an array where the target names a dtype."""
+    as_array = target is not None and target.dtype is not None
+    return _Decision("host", OnHost(type="np.ndarray" if as_array else recorded.type))
 
 
 _X64_DTYPES = frozenset({"int64", "uint64", "float64", "complex128"})
@@ -569,7 +554,7 @@ def _mesh_changes(planned: PlannedMesh, recorded: NamedShardingRecord, spec: Spe
     changes = []
     if planned.resized:
         changes.append(Change(kind="resized", text=f"{before} resized to {after}"))
-    if planned.source not in ("given", "context", "target"):
+    if not planned.is_at_hand:
         if before.axis_types is None:
             text = (
                 "the mesh axes are auto" if set(after.axis_types or ()) <= {"auto"} else "those of the policy are used"

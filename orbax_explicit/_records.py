@@ -303,6 +303,11 @@ class ValueRecord:
         _raise_if(wrong)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored elements."""
+        return self.shape
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the value; 0 for text, whose length is not recorded."""
         return math.prod(self.shape) * dtype_itemsize(self.dtype) if self.dtype else 0
@@ -453,6 +458,13 @@ class Inventory:
     def process_count(self) -> int:
         """Number of processes that own devices."""
         return len(set(self.process_indices))
+
+    def device_ids_by_process(self) -> dict[int, list[int]]:
+        """The device ids of each process, in the order of `jax.devices()`."""
+        owned: dict[int, list[int]] = {}
+        for device_id, process in zip(self.device_ids, self.process_indices, strict=True):
+            owned.setdefault(process, []).append(device_id)
+        return owned
 
     def __str__(self) -> str:
         return f"{plural(self.device_count, f'{self.platform} device')}, {plural(self.process_count, 'process')}"

@@ -90,9 +90,9 @@ def context_mesh_is_other(recorded: MeshRecord, wanted: MeshRecord, context: Mes
 
 def mesh_is_not_in_every_process(mesh: MeshRecord, present: Inventory) -> Problem:
     """A concrete mesh has no device of some process, which could not take part in the restore."""
-    owner = dict(zip(present.device_ids, present.process_indices, strict=True))
-    taking_part = {owner.get(device_id) for device_id in mesh.device_ids or ()}
-    without = ", ".join(map(str, sorted(set(present.process_indices) - taking_part)))
+    in_mesh = set(mesh.device_ids or ())
+    owned = present.device_ids_by_process()
+    without = ", ".join(str(process) for process, ids in sorted(owned.items()) if in_mesh.isdisjoint(ids))
     return Problem(
         could_not=f"cannot restore onto mesh {mesh}: it has no device of process {without}",
         present=str(present),

@@ -126,7 +126,7 @@ _RULE_TEXT: Mapping[Rule, str] = {
 def _mesh_lines(planned: PlannedMesh, present: int) -> list[str]:
     before, after = str(planned.recorded), str(planned.mesh)
     where = _SOURCE_TEXT[planned.source]
-    if planned.source not in ("given", "context", "target"):
+    if not planned.is_at_hand:
         count = len(planned.device_ids)
         of = plural(present, "device")
         all_of = f"all {of}" if present > 1 else "the only device"

@@ -90,7 +90,7 @@ class Room:
     @classmethod
     def of(cls, present: Inventory) -> Room:
         """All that each process has as many of."""
-        owned = _by_process(present).values()
+        owned = present.device_ids_by_process().values()
         return cls(devices=min(map(len, owned)) * len(owned), processes=len(owned))
 
     def fits(self, devices: int) -> bool:
@@ -183,7 +183,7 @@ def first_devices(present: Inventory, count: int) -> tuple[int, ...] | None:
     """
     if count == present.device_count:
         return present.device_ids
-    owned = _by_process(present)
+    owned = present.device_ids_by_process()
     share, rest = divmod(count, len(owned))
     if rest or share > min(map(len, owned.values())):
         return None
@@ -194,13 +194,13 @@ def first_devices(present: Inventory, count: int) -> tuple[int, ...] | None:
 def is_shared_equally(device_ids: Iterable[int], present: Inventory) -> bool:
     """Whether every process contributes equally many of these devices."""
     chosen = set(device_ids)
-    return len({sum(i in chosen for i in ids) for ids in _by_process(present).values()}) == 1
+    return len({sum(i in chosen for i in ids) for ids in present.device_ids_by_process().values()}) == 1
 
 
 def is_in_every_process(device_ids: Iterable[int], present: Inventory) -> bool:
     """Whether every process contributes some of these devices. One that has none could not take part in a restore."""
     chosen = set(device_ids)
-    return all(any(i in chosen for i in ids) for ids in _by_process(present).values())
+    return all(any(i in chosen for i in ids) for ids in present.device_ids_by_process().values())
 
 
 def over_processes(
@@ -253,10 +253,3 @@ def _axes_over_processes(mesh: MeshRecord, saved: Inventory) -> list[int]:
         if any(owners[i] != owners[i + stride] for i in range(len(owners)) if i % block + stride < block):
             axes.append(axis)
     return axes
-
-
-def _by_process(present: Inventory) -> dict[int, list[int]]:
-    owned: dict[int, list[int]] = {}
-    for device_id, process in zip(present.device_ids, present.process_indices, strict=True):
-        owned.setdefault(process, []).append(device_id)
-    return owned

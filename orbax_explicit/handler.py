@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
-from orbax_explicit._array_reading import Known
+from orbax_explicit._array_reading import Known, other_array_problem
 from orbax_explicit._arrays import ExplicitArrayHandler, KnownArrayRestoreArgs, await_directories
 from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_tree
@@ -422,8 +422,7 @@ def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> 
     sharding: Any = bound.shardings[outcome.path]
     recorded = outcome.recorded
     assert recorded is not None
-    stored_shape = recorded.stored_shape if isinstance(recorded, ArrayRecord) else recorded.shape
-    known = Known(shape=stored_shape, dtype=recorded.dtype, x64=bound.x64)
+    known = Known(shape=recorded.stored_shape, dtype=recorded.dtype, x64=bound.x64)
     if isinstance(outcome.placement, OnHost):
         # Numbers are stored alike, be they arrays or not: as an array each is cast, and compared with its record.
         is_text = outcome.placement.type == "str"
@@ -506,17 +505,10 @@ def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outco
         if is_keys and isinstance(value, jax.Array):
             fits = value.shape == recorded.shape and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         else:
-            shape = recorded.stored_shape if isinstance(recorded, ArrayRecord) else recorded.shape
-            fits = (value.shape, value.dtype.name) == (shape, dtype) and value.dtype.isnative
+            fits = (value.shape, value.dtype.name) == (recorded.stored_shape, dtype) and value.dtype.isnative
         if not fits:
-            wrong.append(
-                Problem(
-                    could_not=f"cannot restore {path_text(outcome.path)}: what is stored is {value.dtype}{value.shape}",
-                    recorded=f"{recorded.dtype_text}{recorded.shape}",
-                    affects=(path_text(outcome.path),),
-                    fix="restore the checkpoint from a copy: its record and its arrays are not of one save",
-                )
-            )
+            stored, described = f"{value.dtype}{value.shape}", f"{recorded.dtype_text}{recorded.shape}"
+            wrong.append(other_array_problem(path_text(outcome.path), stored, described))
     if wrong:
         raise FormatError(*wrong)
 
