@@ -72,10 +72,10 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def seal(payload: bytes, *, version: int = 1, nbytes: int | None = None) -> bytes:
+def seal(payload: bytes, *, magic: bytes = MAGIC, version: int = 1, nbytes: int | None = None) -> bytes:
     """A file around `payload`, as docs/format.md says; with another declared length if `nbytes` is given."""
     length = len(payload) if nbytes is None else nbytes
-    framed = MAGIC + struct.pack(">IQ", version, length) + payload
+    framed = magic + struct.pack(">IQ", version, length) + payload
     return framed + hashlib.blake2b(framed, digest_size=16).digest()
 
 
