@@ -1,40 +1,37 @@
 """Stored arrays -> `jax.Array`s and NumPy arrays: each distinct block is read once, into the memory it stays in.
 
-A block is what one shard holds. Its elements are read, and cast, straight into a buffer of their final dtype. On CPU
-devices JAX takes that buffer over as the shard, of all replicas at once; it never writes to it (what is donated is
-copied by the runtime first), so that replicas keep their values. On accelerators one buffer feeds all local replicas
-and is dropped when they have it.
+What reading needs beside what lands is bounded. TensorStore holds a chunk encoded and decoded until it is copied, so
+blocks are read in pieces, along the borders of chunks, and the pieces in flight may need no more than a share of the
+bytes that land. A chunk in which several blocks lie is read once for all of them.
 
-What reading needs beside that is bounded. TensorStore holds a chunk encoded and decoded until it is copied, so blocks
-are read in pieces, along the borders of chunks, and the pieces in flight may need no more than a share of the bytes
-that land. A chunk in which several blocks lie is read once for all of them.
+Small arrays are read many at a time, as keys of the store (`_small_arrays`): opening each would take longer than
+reading it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from orbax_explicit._binding import UncommittedSharding
+from orbax_explicit._blocks import Blocks
+from orbax_explicit._boxes import Box, Shape, box_size, chunks_of, cut, intersect, whole_box
+from orbax_explicit._budget import Budget, gather_all
 from orbax_explicit._errors import FormatError, Problem
-
-_T = TypeVar("_T")
-
-# Where a part of an array starts and stops, along each of its dimensions.
-Box: TypeAlias = tuple[tuple[int, int], ...]
-
-# XLA takes over a buffer on the host only if it starts at a multiple of this; any other one it copies.
-_ALIGNMENT_NBYTES = 64
+from orbax_explicit._records import dtype_itemsize
+from orbax_explicit._small_arrays import SMALL_NBYTES, decode_chunk, fill_block
+from orbax_explicit._stock_json import UnreadableError
+from orbax_explicit._storage import ArrayStore, StoredValue, error_text, key_of, new_context, read_keys
+from orbax_explicit._zarr import ZarrArray, parse_zarr
 
 # Reading may need one sixteenth of what lands. A restore is to take no more than 1.2 times what lands; the rest of that
 # is for what an allocator keeps back (for glibc, of chunks of 32 MB, twice what was in flight), and for Python's and
@@ -49,6 +46,10 @@ _PIECES_IN_FLIGHT = 4
 
 # An open array takes some 14 kB whatever its size, which is more than many a tiny one holds.
 _OPEN_ARRAYS = 64
+
+# Small arrays are read until there are so many bytes, or so many arrays, in a batch.
+_BATCH_NBYTES = 4 << 20
+_BATCH_ARRAYS = 4096
 
 
 def other_array_problem(name: str, stored: str, recorded: str) -> Problem:
@@ -75,15 +76,19 @@ class Known:
     dtype: str
     x64: bool
 
-    def check(self, name: str, store: ts.TensorStore) -> None:
-        """Compares an array that has been opened with its record, before any memory is taken for it.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return math.prod(self.shape) * dtype_itemsize(self.dtype)
+
+    def check(self, name: str, shape: Shape, dtype: str) -> None:
+        """Compares an array that is stored with its record, before any memory is taken for it.
 
         Raises:
             FormatError: It is another one.
         """
-        found = (tuple(store.shape), store.dtype.numpy_dtype.name)
-        if found != (self.shape, self.dtype):
-            raise FormatError(other_array_problem(name, f"{found[1]}{found[0]}", f"{self.dtype}{self.shape}"))
+        if (shape, dtype) != (self.shape, self.dtype):
+            raise FormatError(other_array_problem(name, f"{dtype}{shape}", f"{self.dtype}{self.shape}"))
 
     def flags(self) -> contextlib.AbstractContextManager[Any]:
         """JAX's flags as they are where the restore was called: a running event loop has Orbax read in another thread."""
@@ -96,32 +101,70 @@ class ArrayRead:
     """One array to read.
 
     Attributes:
-        name: Name of the array, for errors.
-        spec: TensorStore spec of the stored array.
-        context: TensorStore context to open it in; None for a new one.
+        name: Name of the array in the store.
         sharding: Where it lands: a concrete sharding, an `UncommittedSharding`, or None for NumPy on the host.
         dtype: Dtype of the result; None for the stored one.
         shape: Shape of the result; None for the stored one.
         strict: Whether the shape must be the stored one; otherwise the array is cut off, or padded with zeros, at the
             end of each dimension.
         known: What is known of it beside; None for nothing.
+        leaf: Path of the leaf, for errors; empty for the name.
     """
 
     name: str
-    spec: Mapping[str, Any]
-    context: ts.Context | None
     sharding: Sharding | None
     dtype: Any = None
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     strict: bool = True
     known: Known | None = None
+    leaf: str = ""
+
+    @property
+    def text(self) -> str:
+        """The leaf, for people."""
+        return self.leaf or self.name
+
+    def blocks(self, stored_shape: Shape, stored_dtype: np.dtype[Any]) -> Blocks:
+        """The blocks that land, of a stored array.
+
+        Raises:
+            FormatError: It has another shape.
+        """
+        shape = stored_shape if self.shape is None else tuple(self.shape)
+        if len(shape) != len(stored_shape) or (self.strict and shape != stored_shape):
+            raise FormatError(
+                Problem(
+                    could_not=f"cannot read {self.text}: shape {shape} is not compatible with the stored shape",
+                    recorded=f"{stored_shape}",
+                    affects=(self.text,),
+                    fix="ask for the stored shape, or with strict=False for one of as many dimensions",
+                )
+            )
+        dtype = np.dtype(stored_dtype if self.dtype is None else self.dtype)
+        with self.flags():
+            if self.sharding is not None:
+                # As `jax.device_put` would: while `jax_enable_x64` is off, JAX has no dtypes of 64 bits.
+                dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+            return Blocks(shape, dtype, self.sharding, stored_shape)
+
+    def flags(self) -> contextlib.AbstractContextManager[Any]:
+        """JAX's flags as they are where the restore was called."""
+        return self.known.flags() if self.known is not None else contextlib.nullcontext()
 
 
-async def read_arrays(reads: Sequence[ArrayRead], *, max_in_flight_nbytes: int | None = None) -> list[Any]:
+async def read_arrays(
+    reads: Sequence[ArrayRead],
+    store: ArrayStore,
+    *,
+    context: ts.Context | None = None,
+    max_in_flight_nbytes: int | None = None,
+) -> list[Any]:
     """Reads arrays; of each the blocks that land on this process's devices.
 
     Args:
         reads: The arrays.
+        store: Where they lie.
+        context: TensorStore context to open the store in; None for a new one.
         max_in_flight_nbytes: Bytes that reading may need at a time beside what lands, if that is less than a share of
             what lands. A single chunk may need more.
 
@@ -131,47 +174,217 @@ async def read_arrays(reads: Sequence[ArrayRead], *, max_in_flight_nbytes: int |
     Raises:
         FormatError: An array, or a part of it, is missing, damaged, or of another shape.
     """
-    budget = _Budget(max_in_flight_nbytes)
-    opened = asyncio.Semaphore(_OPEN_ARRAYS)
-
-    async def read(array: ArrayRead) -> Any:
-        async with opened:
-            with budget.unless_failed():
-                return await _read_array(array, budget)
-
-    return await _all(read(array) for array in reads)
-
-
-async def _read_array(array: ArrayRead, budget: _Budget) -> Any:
-    with _naming(array):
-        store = await ts.open(ts.Spec(dict(array.spec)), open=True, context=array.context)
-    if array.known is not None:
-        array.known.check(array.name, store)
-    with _flags(array):
-        blocks = _Blocks.of(array, store)
-    budget.add_landing(blocks.nbytes)
-    pieces = list(_pieces(blocks.devices, store, budget.nbytes // _PIECES_IN_FLIGHT))
-    for piece in pieces:
-        blocks.expect(piece)
-    if store.dtype.numpy_dtype != blocks.dtype:
-        store = ts.cast(store, ts.dtype(blocks.dtype))
-
-    async def read(piece: _Piece) -> None:
-        async with budget.reserved(piece.nbytes):
-            with _naming(array):
-                await _fill(blocks, store, piece)
-            await blocks.finish(piece)
-
-    await _all(read(piece) for piece in pieces)
-    with _flags(array):
-        return blocks.result()
+    if not reads:
+        return []
+    context = context or new_context()
+    with _naming(reads[0].text if len(reads) == 1 else "the arrays"):
+        keys = await ts.KvStore.open(store.spec(), context=context)
+    reading = _Reading(store, keys, context, max_in_flight_nbytes)
+    small = [i for i, read in enumerate(reads) if _is_small(read)]
+    arrays: dict[int, Any] = {}
+    batches = [[(i, reads[i]) for i in batch] for batch in _batches(small, reads)]
+    for read in await gather_all(reading.read_small(batch) for batch in batches):
+        arrays.update(read)
+    large = [i for i in range(len(reads)) if i not in arrays]
+    arrays.update(zip(large, await gather_all(reading.read_large(reads[i]) for i in large), strict=True))
+    return [arrays[i] for i in range(len(reads))]
 
 
-def _flags(array: ArrayRead) -> contextlib.AbstractContextManager[Any]:
-    return array.known.flags() if array.known is not None else contextlib.nullcontext()
+def _is_small(read: ArrayRead) -> bool:
+    """Whether an array is known to be small."""
+    known = read.known
+    return known is not None and known.nbytes <= SMALL_NBYTES
 
 
-async def _fill(blocks: _Blocks, store: ts.TensorStore, piece: _Piece) -> None:
+def _batches(small: Iterable[int], reads: Sequence[ArrayRead]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    nbytes = 0
+    for i in small:
+        known = reads[i].known
+        assert known is not None
+        batch.append(i)
+        nbytes += known.nbytes
+        if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_ARRAYS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+class _Reading:
+    """One call of `read_arrays`: the open store, and what may be in flight."""
+
+    def __init__(
+        self, store: ArrayStore, keys: ts.KvStore, context: ts.Context, max_in_flight_nbytes: int | None
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._context = context
+        self._max_nbytes = max_in_flight_nbytes
+        self._landing_nbytes = 0
+        self._budget = Budget(self._in_flight_nbytes())
+        self._opened = asyncio.Semaphore(_OPEN_ARRAYS)
+
+    def _in_flight_nbytes(self) -> int:
+        share = max(_MIN_IN_FLIGHT_NBYTES, self._landing_nbytes // _SHARE)
+        return share if self._max_nbytes is None else min(share, self._max_nbytes)
+
+    def _add_landing(self, nbytes: int) -> None:
+        """Counts bytes that land, whose share may be in flight from now on."""
+        self._landing_nbytes += nbytes
+        self._budget.nbytes = self._in_flight_nbytes()
+
+    async def read_large(self, array: ArrayRead) -> Any:
+        """Reads one array by TensorStore's driver."""
+        async with self._opened:
+            with self._budget.unless_failed():
+                return await self._read_large(array)
+
+    async def _read_large(self, array: ArrayRead) -> Any:
+        with _naming(array.text):
+            store = await ts.open(
+                ts.Spec(self._store.array_spec()),
+                kvstore=self._keys / key_of(array.name, ""),
+                open=True,
+                context=self._context,
+            )
+        if array.known is not None:
+            array.known.check(array.text, tuple(store.shape), store.dtype.name)
+            if not self._store.use_ocdbt:
+                # A file of its own, which nothing checks.
+                key = key_of(array.name, self._store.metadata_file)
+                _parse(array, (await asyncio.to_thread(read_keys, self._keys, [key]))[0])
+        blocks = array.blocks(tuple(store.shape), store.dtype.numpy_dtype)
+        self._add_landing(blocks.nbytes)
+        pieces = list(_pieces(blocks.devices, store, self._budget.nbytes // _PIECES_IN_FLIGHT))
+        for piece in pieces:
+            blocks.expect(piece.parts)
+        if store.dtype.numpy_dtype != blocks.dtype:
+            store = ts.cast(store, ts.dtype(blocks.dtype))
+
+        async def read(piece: _Piece) -> None:
+            async with self._budget.reserved(piece.nbytes):
+                with _naming(array.text):
+                    await _fill(blocks, store, piece)
+                await blocks.finish(piece.parts)
+
+        await gather_all(read(piece) for piece in pieces)
+        with array.flags():
+            return blocks.result()
+
+    async def read_small(self, batch: Sequence[tuple[int, ArrayRead]]) -> dict[int, Any]:
+        """Reads arrays as keys of the store, but for those that only TensorStore's driver can read."""
+        async with self._budget.reserved(2 * sum(array.known.nbytes for _, array in batch if array.known is not None)):
+            filled = await asyncio.to_thread(self._read_small, batch)
+            for _, _, blocks in filled:
+                self._add_landing(blocks.nbytes)
+                blocks.expect(blocks.devices)
+                await blocks.finish(blocks.devices)
+        arrays = {}
+        for i, array, blocks in filled:
+            with array.flags():
+                arrays[i] = blocks.result()
+        return arrays
+
+    def _read_small(self, batch: Sequence[tuple[int, ArrayRead]]) -> list[tuple[int, ArrayRead, Blocks]]:
+        file = self._store.metadata_file
+        found = read_keys(self._keys, [key_of(array.name, file) for _, array in batch])
+        opened: list[tuple[int, ArrayRead, ZarrArray, Blocks, list[Shape]]] = []
+        problems: list[Problem] = []
+        for (i, array), value in zip(batch, found, strict=True):
+            try:
+                zarr = _parse(array, value)
+                if zarr.chunk is None or zarr.encoding is None:
+                    continue
+                blocks = array.blocks(zarr.shape, ts.dtype(zarr.dtype).numpy_dtype)
+            except FormatError as error:
+                problems.extend(error.problems)
+                continue
+            stored = [intersect(block, whole_box(zarr.shape)) for block in blocks.devices]
+            places = dict.fromkeys(place for part in stored for place, _ in chunks_of(part, zarr.chunk))
+            opened.append((i, array, zarr, blocks, list(places)))
+        names = [
+            key_of(array.name, self._store.chunk_key(place)) for _, array, _, _, touched in opened for place in touched
+        ]
+        values = iter(read_keys(self._keys, names))
+        for _, array, zarr, blocks, touched in opened:
+            read = {place: next(values) for place in touched}
+            try:
+                self._fill_small(array, zarr, blocks, read)
+            except FormatError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise FormatError(*problems)
+        return [(i, array, blocks) for i, array, _, blocks, _ in opened]
+
+    def _fill_small(
+        self, array: ArrayRead, zarr: ZarrArray, blocks: Blocks, values: Mapping[Shape, StoredValue]
+    ) -> None:
+        chunks = {}
+        for place, value in values.items():
+            key = self._store.chunk_key(place)
+            if isinstance(value, bytes):
+                try:
+                    chunks[place] = decode_chunk(zarr, value)
+                except ValueError as error:
+                    raise FormatError(_damage_problem(array.text, f"its chunk {key} is damaged: {error}")) from error
+            elif value is None and self._store.fills_missing:
+                assert zarr.chunk is not None
+                chunks[place] = np.zeros(zarr.chunk, ts.dtype(zarr.dtype).numpy_dtype)
+            else:
+                raise FormatError(_damage_problem(array.text, f"its chunk {key} is {_lost_text(value)}"))
+        for block in blocks.devices:
+            fill_block(blocks.buffer(block), block, zarr, chunks)
+
+
+def _parse(array: ArrayRead, value: StoredValue) -> ZarrArray:
+    """The Zarr metadata of an array, as it was recorded.
+
+    Raises:
+        FormatError: They are missing or damaged, or those of another array.
+    """
+    if not isinstance(value, bytes):
+        raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {_lost_text(value)}"))
+    try:
+        zarr = _parse_zarr(value)
+    except UnreadableError as error:
+        raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {error}")) from error
+    assert array.known is not None
+    # Neither Orbax nor this package writes the highest byte first: one bit of the metadata says that they did.
+    order = "" if zarr.is_little_endian else "big-endian "
+    array.known.check(array.text, zarr.shape, f"{order}{zarr.dtype}")
+    return zarr
+
+
+# Many arrays of a tree have the same.
+_parse_zarr = functools.lru_cache(maxsize=1024)(parse_zarr)
+
+
+def _lost_text(value: Exception | None) -> str:
+    return "missing" if value is None else f"not readable ({error_text(value)})"
+
+
+def _damage_problem(name: str, why: str) -> Problem:
+    return Problem(
+        could_not=f"cannot read {name}: {why}",
+        affects=(name,),
+        fix="restore the checkpoint from a copy: what is stored is missing or damaged",
+    )
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Says of an error of TensorStore's which array it is about."""
+    try:
+        yield
+    except ValueError as error:  # Its statuses NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION, INVALID_ARGUMENT.
+        raise FormatError(_damage_problem(name, error_text(error))) from error
+    except Exception as error:
+        error.add_note(f"while reading {name}")
+        raise
+
+
+async def _fill(blocks: Blocks, store: ts.TensorStore, piece: _Piece) -> None:
     """Reads a piece. In one batch, so that a chunk is read once for all the blocks that lie in it."""
     writes = []
     with ts.Batch() as batch:
@@ -186,107 +399,6 @@ async def _fill(blocks: _Blocks, store: ts.TensorStore, piece: _Piece) -> None:
     for result in await asyncio.gather(*writes, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Runs coroutines to their end; then raises what the first one raised that failed of itself.
-
-    None is cancelled: TensorStore would call back into an event loop that may be closed by then.
-    """
-    results = await asyncio.gather(*coroutines, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in errors:
-        if not isinstance(error, _NotStarted):
-            raise error
-    if errors:
-        raise errors[0]
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-class _NotStarted(Exception):
-    """A read that was left out, since another one has failed."""
-
-
-@contextlib.contextmanager
-def _naming(array: ArrayRead) -> Iterator[None]:
-    """Says of an error of TensorStore's which array it is about."""
-    try:
-        yield
-    except ValueError as error:  # Its statuses NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION, INVALID_ARGUMENT.
-        raise FormatError(
-            Problem(
-                could_not=f"cannot read {array.name}: {str(error).partition('[tensorstore_spec=')[0].strip()}",
-                affects=(array.name,),
-                fix="restore the checkpoint from a copy: what is stored is missing or damaged",
-            )
-        ) from error
-    except Exception as error:
-        error.add_note(f"while reading {array.name}")
-        raise
-
-
-# What may be in flight.
-
-
-class _Budget:
-    """Bytes that reading may need at a time: first come, first served.
-
-    What needs more than there is in all gets it when nothing else is in flight.
-    """
-
-    def __init__(self, max_nbytes: int | None) -> None:
-        self._max_nbytes = max_nbytes
-        self._landing_nbytes = 0
-        self._in_flight_nbytes = 0
-        self._has_failed = False
-        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
-
-    @property
-    def nbytes(self) -> int:
-        """What may be in flight."""
-        share = max(_MIN_IN_FLIGHT_NBYTES, self._landing_nbytes // _SHARE)
-        return share if self._max_nbytes is None else min(share, self._max_nbytes)
-
-    def add_landing(self, nbytes: int) -> None:
-        """Counts bytes that land, whose share may be in flight from now on."""
-        self._landing_nbytes += nbytes
-        self._grant()
-
-    @contextlib.contextmanager
-    def unless_failed(self) -> Iterator[None]:
-        """Starts nothing more once something has failed within one of these contexts."""
-        if self._has_failed:
-            raise _NotStarted
-        try:
-            yield
-        except BaseException:
-            self._has_failed = True
-            raise
-
-    @contextlib.asynccontextmanager
-    async def reserved(self, nbytes: int) -> AsyncIterator[None]:
-        """Waits until so many more bytes may be in flight; they are until the context ends."""
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((nbytes, granted))
-        self._grant()
-        try:
-            await granted
-            with self.unless_failed():
-                yield
-        finally:
-            if granted.done() and not granted.cancelled():
-                self._in_flight_nbytes -= nbytes
-                self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting:
-            nbytes, granted = self._waiting[0]
-            if not granted.cancelled():
-                if self._in_flight_nbytes and self._in_flight_nbytes + nbytes > self.nbytes:
-                    return
-                self._in_flight_nbytes += nbytes
-                granted.set_result(None)
-            self._waiting.popleft()
 
 
 # What is read at once.
@@ -311,7 +423,7 @@ def _pieces(blocks: Iterable[Box], store: ts.TensorStore, max_nbytes: int) -> It
     chunk = tuple(store.chunk_layout.read_chunk.shape or (0,) * len(shape))
     stored = {block: tuple((a, min(b, n)) for (a, b), n in zip(block, shape, strict=True)) for block in blocks}
     return _split(
-        {block: part for block, part in stored.items() if _size(part)},
+        {block: part for block, part in stored.items() if box_size(part)},
         # A driver without chunks has the whole array in one.
         tuple(c or max(1, n) for c, n in zip(chunk, shape, strict=True)),
         store.dtype.numpy_dtype.itemsize,
@@ -333,140 +445,7 @@ def _split(parts: Mapping[Box, Box], chunk: tuple[int, ...], itemsize: int, max_
     dimension = counts.index(max(counts))
     border = (firsts[dimension] + counts[dimension] // 2) * chunk[dimension]
     for low, high in ((0, border), (border, hull[dimension][1])):
-        halves = {block: _cut(part, dimension, low, high) for block, part in parts.items()}
-        yield from _split({block: half for block, half in halves.items() if _size(half)}, chunk, itemsize, max_nbytes)
-
-
-def _cut(box: Box, dimension: int, low: int, high: int) -> Box:
-    """The part of a box between two positions along one dimension; of size zero where there is none."""
-    start, stop = box[dimension]
-    return (*box[:dimension], (max(start, low), min(stop, high)), *box[dimension + 1 :])
-
-
-def _size(box: Box) -> int:
-    """Number of elements in a box."""
-    return math.prod(max(0, stop - start) for start, stop in box)
-
-
-# What lands.
-
-
-class _Blocks:
-    """The blocks of one array that land on this process's devices, or on the host, while they are filled.
-
-    Attributes:
-        devices: The devices of each distinct block; none on the host.
-        dtype: Dtype of the result.
-        nbytes: Bytes that land, each distinct block counted once.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding | None, stored_shape: tuple[int, ...]
-    ) -> None:
-        self.dtype = dtype
-        self.devices: dict[Box, list[jax.Device]] = {}
-        if sharding is None or isinstance(sharding, UncommittedSharding):
-            self.devices[tuple((0, n) for n in shape)] = []
-        else:
-            for device, index in sharding.addressable_devices_indices_map(shape).items():
-                self.devices.setdefault(_box(index or (), shape), []).append(device)
-        self.nbytes = dtype.itemsize * sum(map(_size, self.devices))
-        self._shape = shape
-        self._stored_shape = stored_shape
-        self._sharding = sharding
-        self._is_copied = any(_is_copied_to(device) for devices in self.devices.values() for device in devices)
-        self._buffers: dict[Box, np.ndarray[Any, Any]] = {}
-        self._unread: collections.Counter[Box] = collections.Counter()
-        self._shards: dict[Box, list[jax.Array]] = {}
-
-    @classmethod
-    def of(cls, array: ArrayRead, store: ts.TensorStore) -> _Blocks:
-        """The blocks of an array that has been opened.
-
-        Raises:
-            FormatError: The stored array is of another shape.
-        """
-        stored_shape: tuple[int, ...] = tuple(store.shape)
-        shape = stored_shape if array.shape is None else tuple(array.shape)
-        if len(shape) != len(stored_shape) or (array.strict and shape != stored_shape):
-            raise FormatError(
-                Problem(
-                    could_not=f"cannot read {array.name}: shape {shape} is not compatible with the stored shape",
-                    recorded=f"{stored_shape}",
-                    affects=(array.name,),
-                    fix="ask for the stored shape, or with strict=False for one of as many dimensions",
-                )
-            )
-        dtype = np.dtype(store.dtype.numpy_dtype if array.dtype is None else array.dtype)
-        if array.sharding is not None:
-            # As `jax.device_put` would: while `jax_enable_x64` is off, JAX has no dtypes of 64 bits.
-            dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-        return cls(shape, dtype, array.sharding, stored_shape)
-
-    def buffer(self, block: Box) -> np.ndarray[Any, Any]:
-        """The memory of a block. Zeros where the stored array does not cover it."""
-        if block not in self._buffers:
-            shape = tuple(stop - start for start, stop in block)
-            covered = all(stop <= n for (_, stop), n in zip(block, self._stored_shape, strict=True))
-            self._buffers[block] = _aligned(shape, self.dtype, zeros=not covered)
-        return self._buffers[block]
-
-    def expect(self, piece: _Piece) -> None:
-        """Counts a piece that is going to be read."""
-        self._unread.update(piece.parts.keys())
-
-    async def finish(self, piece: _Piece) -> None:
-        """Hands over the blocks of which this piece was the last, where they need not wait for the others."""
-        for block in piece.parts:
-            self._unread[block] -= 1
-            if self._is_copied and not self._unread[block]:
-                # They are in flight until the devices have them.
-                await asyncio.to_thread(jax.block_until_ready, self._copied(block))
-
-    def result(self) -> Any:
-        """The array, when every piece has been read."""
-        if self._sharding is None or isinstance(self._sharding, UncommittedSharding):
-            (block,) = self.devices
-            if self._sharding is None:
-                return self.buffer(block)
-            # No device is named to `device_put`: it stays free. `jnp.asarray` would commit it under `jax.set_mesh`. The
-            # default device is the caller's; in a running event loop this is another thread, which has its own.
-            (device,) = cast(set[jax.Device], self._sharding.device_set)
-            with jax.default_device(device):
-                return jax.device_put(self.buffer(block), may_alias=True)
-        if self._is_copied:
-            shards = [shard for block in self.devices for shard in self._copied(block)]
-            return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards, dtype=self.dtype)
-        # One call whatever the number of devices. JAX takes aligned buffers over as they are.
-        return jax.make_array_from_callback(
-            self._shape, self._sharding, lambda index: self.buffer(_box(index or (), self._shape)), dtype=self.dtype
+        halves = {block: cut(part, dimension, low, high) for block, part in parts.items()}
+        yield from _split(
+            {block: half for block, half in halves.items() if box_size(half)}, chunk, itemsize, max_nbytes
         )
-
-    def _copied(self, block: Box) -> list[jax.Array]:
-        """A block on each of its devices; its memory on the host is given up."""
-        if block not in self._shards:
-            assert self._sharding is not None
-            kind = self._sharding.memory_kind
-            targets = [SingleDeviceSharding(device, memory_kind=kind) for device in self.devices[block]]
-            buffer = self.buffer(block)
-            self._shards[block] = jax.device_put([buffer] * len(targets), targets)
-            del self._buffers[block]
-        return self._shards[block]
-
-
-def _is_copied_to(device: jax.Device) -> bool:
-    """Whether the memory of a device is elsewhere than the host's."""
-    return bool(device.platform != "cpu")
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """The box that an index of slices stands for."""
-    return tuple(slice_.indices(n)[:2] for slice_, n in zip(index, shape, strict=True))
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], *, zeros: bool) -> np.ndarray[Any, Any]:
-    """An array, uninitialised or of zeros, whose memory XLA takes over as it is."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = (np.zeros if zeros else np.empty)(nbytes + _ALIGNMENT_NBYTES, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT_NBYTES
-    return memory[start : start + nbytes].view(dtype).reshape(shape)

@@ -1,8 +1,9 @@
 """`ExplicitArrayHandler`: the Orbax `TypeHandler` for `jax.Array`. Array bytes out and in.
 
-It is stock's `ArrayHandler` with other answers to three questions. What is written beside the bytes: one record,
-not a sharding per array. What can be written: also arrays of size zero and, in several processes, arrays that are
-local to each. Where arrays land: where the record, or the target's abstract mesh, says, on the devices at hand.
+It takes the place of stock's `ArrayHandler`, writes what that one reads, and reads what that one wrote. Other than there,
+each distinct block is written once and read once, in chunks that are checked; one record lies beside them, not a sharding
+per array; arrays of size zero are written too and, in several processes, arrays that are local to each; and arrays land
+where the record, or the target's abstract mesh, says, on the devices at hand.
 
 Inside `ExplicitCheckpointHandler` it does the bytes alone: the checkpoint handler records and plans for the whole
 tree. On its own (`register`) it does both for the arrays that it is given, which is all that Orbax shows it.
@@ -13,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
@@ -32,42 +32,31 @@ from orbax_explicit._array_metadata import (
     by_storage_name,
     flat_path,
 )
-from orbax_explicit._array_reading import ArrayRead, Known, read_arrays
+from orbax_explicit._array_reading import ArrayRead, read_arrays
+from orbax_explicit._array_shares import StoredArray, share_arrays
 from orbax_explicit._binding import UncommittedSharding, read_present
-from orbax_explicit._capture import record_arrays, record_path
+from orbax_explicit._capture import record_arrays
+from orbax_explicit._codecs import CodecPolicy
 from orbax_explicit._errors import SaveRefusedError
-from orbax_explicit._leaf_capture import Unrecordable, record_prng
+from orbax_explicit._leaf_capture import record_prng
+from orbax_explicit._param_info import directory_of, path_of, store_of, write_beside
 from orbax_explicit._policy import RestorePolicy, checked_array_policy
 from orbax_explicit._records import (
     ArrayRecord,
-    Key,
-    LeafPath,
     Manifest,
     path_names,
 )
 from orbax_explicit._restoring import bind_restore
 from orbax_explicit._sidecar import read_array_records, write_records
-from orbax_explicit._whole_arrays import WholeArray, is_written_whole
 
 ParamInfo: TypeAlias = ocp.type_handlers.ParamInfo
-
-
-@dataclasses.dataclass
-class KnownArrayRestoreArgs(ocp.ArrayRestoreArgs):
-    """How to restore an array that a record knows.
-
-    Attributes:
-        known: What the record says of what is stored.
-    """
-
-    known: Known | None = None
 
 
 class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
     """Saves and restores `jax.Array` leaves together with their shardings.
 
-    Every process calls it. The process `primary_host` writes the record, and the arrays that one process writes
-    whole; all write their shards of the others, as in stock Orbax.
+    Every process calls it. The process `primary_host` writes the record, and arrays that are local to each process; of
+    the others each process writes its share.
     """
 
     def __init__(
@@ -76,7 +65,8 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         policy: RestorePolicy | None = None,
         records: bool = True,
         primary_host: int | None = 0,
-        **kwargs: Any,
+        codec_policy: CodecPolicy | None = None,
+        metadata_key: str | None = None,
     ) -> None:
         """Creates the handler.
 
@@ -86,18 +76,21 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             records: Whether to write the record; False where another handler records the whole tree.
             primary_host: Index of the process that writes what is written once; None where every process has a
                 storage of its own.
-            **kwargs: Other arguments of `ocp.type_handlers.ArrayHandler`.
+            codec_policy: How chunks are encoded; None for the default.
+            metadata_key: Name of the Zarr metadata; None for the usual one.
         """
         self._store = _compat.array_metadata_store()
         super().__init__(
+            metadata_key=metadata_key,
             primary_host=primary_host,
             enable_write_sharding_file=False,
             array_metadata_store=self._store,
-            **kwargs,
         )
         self._policy = checked_array_policy(policy)
+        self._codec_policy = codec_policy or CodecPolicy()
+        self._key = metadata_key
         self._records = records
-        self._is_primary = primary_host is None or jax.process_index() == primary_host
+        self._primary = primary_host
 
     async def serialize(
         self,
@@ -105,32 +98,29 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         infos: Sequence[ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> Sequence[Future]:
-        """Starts to write arrays; the record is taken before this returns.
+        """Starts to write arrays; the record and the elements are taken before this returns.
 
         Raises:
             SaveRefusedError: Arrays could not come back as they are. Nothing has been written.
         """
         args = args or [ocp.SaveArgs()] * len(values)
         manifest = self._record(values, infos, args) if self._records else None
-        leaves = list(zip(values, infos, args, strict=True))
-        sharded = [leaf for leaf in leaves if not is_written_whole(leaf[0])]
-        futures: list[Future] = []
-        if sharded:
-            futures.extend(await super().serialize(*map(list, zip(*sharded, strict=True))))
-        if len(sharded) < len(leaves):
-            whole = [WholeArray.of(value, info, arg) for value, info, arg in leaves if is_written_whole(value)]
-            futures.append(self._commit(self._write_whole(whole, tuple(futures)), "whole_arrays"))
-        if manifest is not None and self._is_primary:
-            futures.append(self._commit(_write_records_beside(infos[0], manifest), "explicit_sharding"))
+        stored, writes = share_arrays(values, [info.name for info in infos], args, self._primary)
+        futures = [
+            CommitFutureAwaitingContractedSignals(
+                write_beside(infos[0], writes, self._codec_policy, jax.process_index(), self._key), name="arrays"
+            ),
+            CommitFutureAwaitingContractedSignals(self._describe(infos[0], stored), name="array_metadatas"),
+        ]
+        if manifest is not None and self._primary in (None, jax.process_index()):
+            recording = _write_records_beside(infos[0], manifest)
+            futures.append(CommitFutureAwaitingContractedSignals(recording, name="explicit_sharding"))
         return futures
-
-    def _commit(self, coroutine: Any, name: str) -> Future:
-        return CommitFutureAwaitingContractedSignals(coroutine, name=name)
 
     def _record(
         self, values: Sequence[jax.Array], infos: Sequence[ParamInfo], args: Sequence[ocp.SaveArgs]
     ) -> Manifest:
-        paths = [_path_of(info) for info in infos]
+        paths = [path_of(info) for info in infos]
         dtypes = {path_names(path): arg.dtype for path, arg in zip(paths, args, strict=True) if arg.dtype is not None}
         try:
             return record_arrays(list(zip(paths, values, strict=True)), dtypes)
@@ -138,17 +128,24 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             await_directories()
             raise
 
-    async def _write_whole(self, arrays: Sequence[WholeArray], after: Iterable[Future]) -> None:
-        """Writes arrays that the primary process has whole; every process lists them in its array metadata."""
-        for future in after:
-            # Orbax keeps one metadata file a process and appends to it by reading and writing it anew.
-            await asyncio.to_thread(future.result)
-        metadatas = []
-        for array in arrays:
-            metadatas.append(await array.write() if self._is_primary else await array.describe())
+    async def _describe(self, info: ParamInfo, stored: Sequence[StoredArray]) -> None:
+        """Writes Orbax's metadata of the arrays. Every process lists all of them."""
+        await info.await_path_creation()
+        store = store_of(info, self._key)
         await self._store.write(
-            checkpoint_dir=arrays[0].info.parent_dir,
-            array_metadatas=metadatas,
+            checkpoint_dir=directory_of(info),
+            array_metadatas=[
+                _compat.array_metadata(
+                    name=array.name,
+                    shape=array.shape,
+                    dtype=array.dtype,
+                    chunk=array.chunk,
+                    prng_impl=array.prng_impl,
+                    use_ocdbt=store.use_ocdbt,
+                    use_zarr3=store.use_zarr3,
+                )
+                for array in stored
+            ],
             process_index=jax.process_index(),
         )
 
@@ -163,8 +160,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
         args = list(args or [ocp.RestoreArgs()] * len(infos))
         for info in infos:
             await info.await_path_creation()
-        # Inside a checkpoint handler everything is decided: it has planned for the whole tree.
-        undecided = [i for i, arg in enumerate(args) if self._records and not _is_decided(arg)]
+        undecided = [i for i, arg in enumerate(args) if not _is_decided(arg)]
         if undecided:
             decided = self._decide(list(zip(infos, args, strict=True)), undecided)
             for i, arg in zip(undecided, decided, strict=True):
@@ -185,17 +181,16 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
             [
                 ArrayRead(
                     name=info.name,
-                    spec=_compat.array_read_spec(info, _compat.zarr_metadata_key(self)),
-                    context=info.ts_context,
                     sharding=_sharding_to_read(arg),
                     dtype=arg.dtype,
                     shape=arg.global_shape,
                     strict=arg.strict,
-                    known=getattr(arg, "known", None),
                 )
                 for info, arg in leaves
             ],
-            max_in_flight_nbytes=_compat.max_restore_nbytes(infos[0]),
+            store_of(infos[0], self._key),
+            context=infos[0].ts_context,
+            max_in_flight_nbytes=_compat.max_transfer_nbytes(infos[0]),
         )
         prng_impls = _compat.prng_impls(await self._store.read(checkpoint_dir=infos[0].parent_dir))
         for i, info in enumerate(infos):
@@ -244,7 +239,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
 
 async def _write_records_beside(info: ParamInfo, manifest: Manifest) -> None:
     await info.await_path_creation()
-    await asyncio.to_thread(write_records, epath.Path(info.parent_dir), manifest)
+    await asyncio.to_thread(write_records, directory_of(info), manifest)
 
 
 def await_directories() -> None:
@@ -255,14 +250,6 @@ def await_directories() -> None:
     its own directories.
     """
     CommitFutureAwaitingContractedSignals(asyncio.sleep(0), name="refused").result()
-
-
-def _path_of(info: ParamInfo) -> LeafPath:
-    """The path of a leaf that Orbax shows; keys that have no record go by the text that Orbax gives them."""
-    try:
-        return record_path(info.keypath or ())
-    except Unrecordable:
-        return (Key("dict", info.name),)
 
 
 # Placing restored arrays.

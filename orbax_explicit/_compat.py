@@ -16,7 +16,6 @@ import jax
 from orbax_explicit._records import ReductionKind
 
 if TYPE_CHECKING:
-    import numpy as np
     import orbax.checkpoint as ocp
 
 # --- JAX -------------------------------------------------------------------------------------------------------
@@ -73,80 +72,45 @@ def array_metadata_store() -> Any:
     return store.Store()
 
 
-def array_write_spec(
-    info: ocp.type_handlers.ParamInfo,
+def array_metadata(
     *,
+    name: str,
     shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    save_dtype: Any,
+    dtype: str,
+    chunk: tuple[int, ...],
+    use_ocdbt: bool,
+    use_zarr3: bool,
     prng_impl: str | None,
-) -> tuple[dict[str, Any], Any]:
-    """The TensorStore spec, and Orbax's metadata, of an array that one process writes whole.
+) -> Any:
+    """An entry for `array_metadata_store().write`: an array, written in chunks of this shape.
 
-    Orbax's own builder, so that the array lies where, and is described as, every other array of the checkpoint.
-    A chunk covers the whole array; a dimension of size 0 gets a chunk of size 1, since Zarr has none of size 0.
-    Goes when TensorStore specs are built by this package.
+    Its class has no public name. Goes with the store.
 
     Args:
-        info: Name, directory and options of the array.
+        name: Name of the array in the store.
         shape: Shape of what is stored.
-        dtype: Dtype of the value at hand.
-        save_dtype: Dtype to store it in; None for the same.
-        prng_impl: PRNG implementation of the keys whose data this is; None for an ordinary array.
-
-    Returns:
-        The spec, and an `ArrayMetadata` for `array_metadata_store().write`.
+        dtype: Name of the dtype that is stored.
+        chunk: Shape of a chunk.
+        use_ocdbt: Whether it is in an OCDBT database.
+        use_zarr3: Whether it is Zarr version 3.
+        prng_impl: PRNG implementation of the keys whose data it is; None for an ordinary array.
     """
-    import orbax.checkpoint as ocp
-    from orbax.checkpoint._src.metadata import array_metadata
-    from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
+    from orbax.checkpoint._src.metadata import array_metadata as metadata
 
-    use_ocdbt = bool(info.is_ocdbt_checkpoint)
-    spec = tensorstore_utils.build_array_write_spec(
-        info,
-        ocp.SaveArgs(dtype=save_dtype),
-        global_shape=shape,
-        local_shape=tuple(max(1, n) for n in shape),
+    return metadata.ArrayMetadata(
+        param_name=name,
+        shape=shape,
         dtype=dtype,
+        write_shape=chunk,
+        chunk_shape=chunk,
         use_ocdbt=use_ocdbt,
-        process_index=ocdbt_utils.get_process_index_for_subdir(use_ocdbt),
-        ext_metadata={array_metadata.RANDOM_KEY_IMPL: prng_impl} if prng_impl is not None else None,
+        use_zarr3=use_zarr3,
+        ext_metadata={metadata.RANDOM_KEY_IMPL: prng_impl} if prng_impl is not None else None,
     )
-    return spec.json, spec.metadata
 
 
-def array_read_spec(info: ocp.type_handlers.ParamInfo, metadata_key: str | None) -> dict[str, Any]:
-    """The TensorStore spec of a stored array.
-
-    Orbax's own builder, so that whatever it wrote is found, and an array of which a chunk is missing is an error where
-    Orbax says so. Goes when TensorStore specs are built by this package.
-
-    Args:
-        info: Name, directory and options of the array.
-        metadata_key: Name of the Zarr metadata files; None for the usual one.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    spec: dict[str, Any] = tensorstore_utils.build_array_read_spec(
-        info,
-        use_ocdbt=bool(info.is_ocdbt_checkpoint),
-        metadata_key=metadata_key,
-        raise_array_data_missing_error=info.raise_array_data_missing_error,
-    ).json
-    return spec
-
-
-def zarr_metadata_key(handler: ocp.type_handlers.TypeHandler) -> str | None:
-    """The `metadata_key` that an array handler, or one of NumPy arrays, was made with.
-
-    They keep it to themselves. Goes when they offer it, or when TensorStore specs are built by this package.
-    """
-    key: str | None = handler._metadata_key
-    return key
-
-
-def max_restore_nbytes(info: ocp.type_handlers.ParamInfo) -> int | None:
-    """What `restore_concurrent_gb` amounts to in bytes; None where nothing was said.
+def max_transfer_nbytes(info: ocp.type_handlers.ParamInfo) -> int | None:
+    """What `save_concurrent_gb` or `restore_concurrent_gb` amounts to in bytes; None where nothing was said.
 
     Orbax passes it on inside of an object that has no public type. Goes when it is a number again.
     """

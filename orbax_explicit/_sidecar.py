@@ -13,6 +13,7 @@ from os import PathLike
 from etils import epath
 
 from orbax_explicit import _stock, _wire
+from orbax_explicit._digests import DIGESTS_FILE
 from orbax_explicit._errors import CheckpointLayoutError, FormatError, Problem
 from orbax_explicit._records import Manifest, replace_leaves, storage_name
 from orbax_explicit._stock_sharding import render_sharding_file
@@ -64,10 +65,10 @@ def read_array_records(directory: epath.Path) -> Manifest:
     file = directory / FILE_NAME
     if file.exists():
         nbytes = file.stat().length
-        if nbytes > _wire.MAX_NBYTES:
+        if nbytes > _wire.FRAME.max_nbytes:
             raise FormatError(
                 Problem(
-                    could_not=f"cannot read {file}: it holds {nbytes} bytes, and no record more than {_wire.MAX_NBYTES}",
+                    could_not=f"cannot read {file}: it holds {nbytes} bytes, and no record more than {_wire.FRAME.max_nbytes}",
                     fix=_LOST_FIX,
                 )
             )
@@ -84,7 +85,7 @@ def read_array_records(directory: epath.Path) -> Manifest:
                     for problem in error.problems
                 )
             ) from error
-    if _is_marked(directory):
+    if is_recorded(directory):
         raise FormatError(
             Problem(
                 could_not=f"cannot find {file}, which was written with this checkpoint",
@@ -94,10 +95,12 @@ def read_array_records(directory: epath.Path) -> Manifest:
     return _stock.read_stock_manifest(directory)
 
 
-def _is_marked(directory: epath.Path) -> bool:
-    """Whether stock's `_sharding` says that there is a record beside it, so that a lost one does not go unnoticed."""
-    file = directory / _stock.SHARDING_FILE
-    return file.exists() and _MARK in file.read_bytes()
+def is_recorded(directory: epath.Path) -> bool:
+    """Whether there is a record of an item, or other files that say so, so that a lost one does not go unnoticed."""
+    if (directory / FILE_NAME).exists() or (directory / DIGESTS_FILE).exists():
+        return True
+    sharding = directory / _stock.SHARDING_FILE
+    return sharding.exists() and _MARK in sharding.read_bytes()
 
 
 def write_records(directory: epath.Path, manifest: Manifest) -> None:
@@ -126,11 +129,9 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
         raise CheckpointLayoutError(
             Problem(could_not=f"cannot read {directory}: its save was not finished", fix="read another step")
         )
-    if _is_item(directory):
+    items = list_items(directory)
+    if items == [directory]:
         return directory
-    children = sorted(directory.iterdir()) if directory.is_dir() else []
-    children = [child for child in children if _UNFINISHED not in child.name]
-    items = [child for child in children if child.is_dir() and _is_item(child)]
     if len(items) == 1:
         return items[0]
     if items:
@@ -141,7 +142,7 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
                 fix="pass the path of one of them",
             )
         )
-    steps = sorted((child.name for child in children if child.name.isdigit()), key=int)
+    steps = sorted((child.name for child in _children(directory) if child.name.isdigit()), key=int)
     raise CheckpointLayoutError(
         Problem(
             could_not=f"cannot find a checkpoint at {directory}",
@@ -149,6 +150,19 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
             fix="pass the path of a step" if steps else "pass the directory that was passed to save",
         )
     )
+
+
+def list_items(directory: epath.Path) -> list[epath.Path]:
+    """The directories in a step of a `CheckpointManager` that hold a tree; the step itself, if it holds one."""
+    if _is_item(directory):
+        return [directory]
+    return [child for child in _children(directory) if child.is_dir() and _is_item(child)]
+
+
+def _children(directory: epath.Path) -> list[epath.Path]:
+    """What is in a directory, but for what was not finished."""
+    children = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [child for child in children if _UNFINISHED not in child.name]
 
 
 def _is_item(directory: epath.Path) -> bool:

@@ -13,15 +13,13 @@ why. Stock records neither memory kinds, nor whether an array was committed, nor
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
-import tensorstore as ts
 from etils import epath
 
+from orbax_explicit._digests import Digests
 from orbax_explicit._errors import FormatError, Problem, RecordError
 from orbax_explicit._records import (
     ArrayRecord,
@@ -46,26 +44,29 @@ from orbax_explicit._stock_tree import (
     STRING,
     StockLeaf,
     StockTree,
+    StoreFlags,
     build_tree,
+    parse_store_flags,
     parse_tree_metadata,
     raise_format_error,
 )
+from orbax_explicit._storage import (
+    OCDBT_MANIFEST,
+    STORE_ERRORS,
+    ArrayStore,
+    StoredValue,
+    key_of,
+    open_store,
+    read_keys,
+)
+from orbax_explicit._zarr import ZarrArray, parse_zarr
 
 METADATA_FILE = "_METADATA"
 SHARDING_FILE = "_sharding"
 
 _ARRAY_METADATA_DIRECTORY = "array_metadatas"
-_OCDBT_MANIFEST = "manifest.ocdbt"
-_MAX_ZARR_METADATA_BYTES = 1 << 20
-_CACHE_BYTES = 64 << 20
 
-# What TensorStore raises (`NotImplementedError` is its status UNIMPLEMENTED), and what a read of the store came to.
-_STORE_ERRORS = (ValueError, OSError, NotImplementedError)
-_Read: TypeAlias = "bytes | Exception | None"
 
-_ZARR2_DTYPE = re.compile(r"[<>|=]([biufc])(\d{1,2})")
-_DTYPE_STEMS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
-_NOT_NUMERIC = frozenset({"byte", "char", "string", "ustring", "json"})
 _NUMBER_TYPES: Mapping[str, ValueType] = {"bool": "bool", "int": "int", "uint": "int", "complex": "complex"}
 
 
@@ -104,25 +105,57 @@ def _read_tree_metadata(directory: epath.Path) -> StockTree:
             raise UnreadableError("missing")
         return parse_tree_metadata(data)
     except UnreadableError as error:
-        raise FormatError(
-            Problem(
-                could_not=f"cannot read a checkpoint whose {METADATA_FILE} is {error}",
-                present=os.fspath(directory),
-                fix="pass the directory of an item that Orbax saved, or restore the file from a copy",
-            )
-        ) from error
+        raise _metadata_error(directory, error) from error
+
+
+def _metadata_error(directory: epath.Path, error: UnreadableError) -> FormatError:
+    return FormatError(
+        Problem(
+            could_not=f"cannot read a checkpoint whose {METADATA_FILE} is {error}",
+            present=os.fspath(directory),
+            fix="pass the directory of an item that Orbax saved, or restore the file from a copy",
+        )
+    )
+
+
+def read_array_store(directory: epath.Path, digests: Digests) -> ArrayStore:
+    """Where the arrays of the item at `directory` lie.
+
+    Args:
+        directory: The directory of the item.
+        digests: The digests of its small files.
+
+    Raises:
+        FormatError: `_METADATA` is missing or damaged.
+    """
+    try:
+        data = read_file(directory / METADATA_FILE)
+        digests.check(METADATA_FILE, data)
+        if data is None:
+            raise UnreadableError("missing")
+        flags = parse_store_flags(data)
+    except UnreadableError as error:
+        raise _metadata_error(directory, error) from error
+    return _array_store(directory, flags)
+
+
+def _array_store(directory: epath.Path, flags: StoreFlags) -> ArrayStore:
+    use_ocdbt = flags.use_ocdbt
+    return ArrayStore(
+        directory=os.fspath(directory),
+        use_ocdbt=(directory / OCDBT_MANIFEST).exists() if use_ocdbt is None else use_ocdbt,
+        use_zarr3=flags.use_zarr3,
+        fills_missing=flags.fills_missing,
+    )
 
 
 def _read_leaves(directory: epath.Path, stock: StockTree) -> dict[LeafPath, Tree]:
     """Every leaf and empty container by its path; arrays without sharding."""
-    file = "zarr.json" if stock.use_zarr3 else ".zarray"
-    use_ocdbt = stock.use_ocdbt
-    if use_ocdbt is None:
-        use_ocdbt = (directory / _OCDBT_MANIFEST).exists()
+    store = _array_store(directory, stock.flags)
+    file = store.metadata_file
     names = dict.fromkeys(storage_name(leaf.path) for leaf in stock.leaves if leaf.value_type in (ARRAY, NUMPY, SCALAR))
-    # A tree that is one leaf has the empty name.
-    keys = [f"{name}/{file}" if name else file for name in names]
-    found = dict(zip(names, _read_store(directory, keys, use_ocdbt), strict=True))
+    keys = [key_of(name, file) for name in names]
+    found = dict(zip(names, _read_store(store, keys), strict=True))
     leaves: dict[LeafPath, Tree] = {}
     wrong: dict[str, list[str]] = {}
     for leaf in stock.leaves:
@@ -134,36 +167,21 @@ def _read_leaves(directory: epath.Path, stock: StockTree) -> dict[LeafPath, Tree
     return leaves
 
 
-def _read_store(directory: epath.Path, keys: Sequence[str], use_ocdbt: bool) -> list[_Read]:
-    """What is under each key of the store that holds the arrays, read concurrently; None where nothing is."""
-    path = os.fspath(directory).rstrip("/")
-    base: str | dict[str, str] = f"{path}/"
-    if "://" not in path:
-        base = {"driver": "file", "path": f"{pathlib.Path(path).resolve()}/"}
-    # Without a cache each key would fetch the inner nodes of the OCDBT tree anew.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+def _read_store(store: ArrayStore, keys: Sequence[str]) -> list[StoredValue]:
     try:
-        store = ts.KvStore.open({"driver": "ocdbt", "base": base} if use_ocdbt else base, context=context).result()
-    except _STORE_ERRORS as error:
+        opened = open_store(store)
+    except STORE_ERRORS as error:
         return [error] * len(keys)
-    with ts.Batch() as batch:
-        reads = [store.read(key, batch=batch) for key in keys]
-    results: list[_Read] = []
-    for read in reads:
-        try:
-            result = read.result()
-            results.append(result.value if result.state == "value" else None)
-        except _STORE_ERRORS as error:
-            results.append(error)
-    return results
+    return read_keys(opened, keys)
 
 
-def _parse_leaf(leaf: StockLeaf, zarr: _Read) -> Tree:
+def _parse_leaf(leaf: StockLeaf, zarr: StoredValue) -> Tree:
     if leaf.value_type in EMPTY_CONTAINERS:
         return ContainerRecord(kind=EMPTY_CONTAINERS[leaf.value_type])
     if leaf.value_type == STRING:
         return ValueRecord(type="str")
-    shape, dtype = _parse_zarr_metadata(zarr)
+    stored = _parse_stored_array(zarr)
+    shape, dtype = stored.shape, stored.dtype
     if leaf.value_type == ARRAY:
         return ArrayRecord(shape=shape, dtype=dtype)
     if leaf.value_type == NUMPY:
@@ -175,35 +193,12 @@ def _parse_leaf(leaf: StockLeaf, zarr: _Read) -> Tree:
     return ValueRecord(type=_NUMBER_TYPES.get(stem[0] if stem else "", "float"), dtype=dtype)
 
 
-def _parse_zarr_metadata(zarr: _Read) -> tuple[tuple[int, ...], str]:
-    """Shape and name of the dtype, from the metadata of a Zarr array of version 2 or 3."""
-    if zarr is None:
+def _parse_stored_array(data: StoredValue) -> ZarrArray:
+    if data is None:
         raise UnreadableError("missing")
-    if isinstance(zarr, Exception):
-        raise UnreadableError(f"not readable ({shown(str(zarr))})")
-    if len(zarr) > _MAX_ZARR_METADATA_BYTES:
-        raise UnreadableError(f"larger than {_MAX_ZARR_METADATA_BYTES} bytes")
-    metadata = parse_json_object(zarr)
-    shape = metadata.get("shape")
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
-        raise UnreadableError(f"no shape but {shown(shape)}")
-    stored = metadata.get("data_type" if metadata.get("zarr_format") == 3 else "dtype")
-    return tuple(size for size in shape if isinstance(size, int)), _dtype_name(stored)
-
-
-def _dtype_name(stored: object) -> str:
-    """NumPy's or ml_dtypes' name of a dtype, from Zarr's: `<f4` of version 2, else the name itself."""
-    name = stored
-    match = _ZARR2_DTYPE.fullmatch(stored) if isinstance(stored, str) else None
-    if match:
-        name = "bool" if match[1] == "b" else f"{_DTYPE_STEMS[match[1]]}{8 * int(match[2])}"
-    try:
-        # TensorStore wrote the array, so it knows the dtype; it must only not be one of texts.
-        if isinstance(name, str) and name not in _NOT_NUMERIC and ts.dtype(name).name == name:
-            return name
-    except (ValueError, TypeError):
-        pass
-    raise UnreadableError(f"unknown dtype {shown(stored)}")
+    if isinstance(data, Exception):
+        raise UnreadableError(f"not readable ({shown(str(data))})")
+    return parse_zarr(data)
 
 
 def _with_prng(

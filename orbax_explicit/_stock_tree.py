@@ -50,19 +50,32 @@ class StockLeaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFlags:
+    """What `_METADATA` says of how the arrays are stored.
+
+    Attributes:
+        use_ocdbt: Whether they are in one OCDBT store; None where it does not say (early releases).
+        use_zarr3: Whether they are Zarr version 3, else 2.
+        fills_missing: Whether a chunk that holds zeros may be missing (early releases).
+    """
+
+    use_ocdbt: bool | None
+    use_zarr3: bool
+    fills_missing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StockTree:
     """What `_METADATA` says.
 
     Attributes:
         leaves: Leaves and empty containers, in no particular order.
-        use_ocdbt: Whether the arrays are in one OCDBT store; None where it does not say (early releases).
-        use_zarr3: Whether the arrays are Zarr v3, else v2.
+        flags: How the arrays are stored.
         rich_containers: JSON text of the containers themselves; None where it was saved without rich types.
     """
 
     leaves: tuple[StockLeaf, ...]
-    use_ocdbt: bool | None
-    use_zarr3: bool
+    flags: StoreFlags
     rich_containers: str | None
 
 
@@ -85,12 +98,29 @@ def parse_tree_metadata(data: bytes) -> StockTree:
         except UnreadableError as error:
             wrong.setdefault(str(error), []).append(label if is_text(label) else ascii(label))
     raise_format_error("cannot read entries of _METADATA", wrong, of=len(entries))
-    use_ocdbt, rich = metadata.get("use_ocdbt"), metadata.get("value_metadata_tree")
+    rich = metadata.get("value_metadata_tree")
     return StockTree(
         leaves=tuple(leaves),
+        flags=_flags(metadata),
+        rich_containers=rich if isinstance(rich, str) else None,
+    )
+
+
+def parse_store_flags(data: bytes) -> StoreFlags:
+    """What the bytes of a `_METADATA` file say of how the arrays are stored.
+
+    Raises:
+        UnreadableError: They are no such file.
+    """
+    return _flags(parse_json_object(data))
+
+
+def _flags(metadata: dict[str, Json]) -> StoreFlags:
+    use_ocdbt = metadata.get("use_ocdbt")
+    return StoreFlags(
         use_ocdbt=None if use_ocdbt is None else bool(use_ocdbt),
         use_zarr3=bool(metadata.get("use_zarr3")),
-        rich_containers=rich if isinstance(rich, str) else None,
+        fills_missing=not metadata.get("store_array_data_equal_to_fill_value"),
     )
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-from collections.abc import Coroutine, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -26,27 +25,25 @@ from jax.sharding import Mesh
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from orbax_explicit import _compat
-from orbax_explicit._array_reading import Known, other_array_problem
-from orbax_explicit._arrays import ExplicitArrayHandler, KnownArrayRestoreArgs, await_directories
+from orbax_explicit._arrays import ExplicitArrayHandler, await_directories
 from orbax_explicit._binding import read_present
 from orbax_explicit._capture import CapturedTree, record_tree
+from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
 from orbax_explicit._containers import rebuild_tree, storage_tree
-from orbax_explicit._errors import FormatError, Problem, RestoreRefusedError, SaveRefusedError
-from orbax_explicit._outcomes import AsTarget, Kept, OnHost, Outcome
-from orbax_explicit._policy import Cast, RestorePolicy, checked_policy
-from orbax_explicit._records import ArrayRecord, LeafPath, Manifest, path_names, path_text
-from orbax_explicit._restoring import BoundPlan, bind_restore
+from orbax_explicit._digests import read_digests, write_digests
+from orbax_explicit._errors import Problem, SaveRefusedError
+from orbax_explicit._host_handlers import ExplicitNumpyHandler, ExplicitScalarHandler
+from orbax_explicit._leaf_reading import read_leaves
+from orbax_explicit._policy import RestorePolicy, checked_policy
+from orbax_explicit._records import LeafPath, path_names
+from orbax_explicit._restoring import bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
-from orbax_explicit._targets import is_python_int
-from orbax_explicit._whole_arrays import ExplicitNumpyHandler, KnownRestoreArgs
+from orbax_explicit._stock import read_array_store
 
 PyTree: TypeAlias = Any
+_T = TypeVar("_T")
 
 Unreduced: TypeAlias = Literal["error", "reduce"]
-
-# A chunk is decoded whole. Larger ones would take more memory at a restore than what lands of them, and more reading of
-# what a smaller shard on another mesh wants.
-_MAX_CHUNK_NBYTES = 16 << 20
 
 _DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
 
@@ -70,6 +67,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
         use_ocdbt: bool = True,
         use_zarr3: bool = False,
+        checksum: Checksum = "crc32",
+        compression: Compression = "auto",
         **kwargs: Any,
     ) -> None:
         """Creates the handler.
@@ -81,10 +80,20 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             multiprocessing_options: Which process is the primary one, and which take part.
             use_ocdbt: Whether to store arrays in an OCDBT database rather than in a directory each.
             use_zarr3: Whether to write Zarr version 3 rather than 2.
+            checksum: `"crc32"` gives every chunk a checksum, so that a damaged one is noticed by whoever reads it, stock
+                Orbax included; None leaves it out.
+            compression: `"auto"` compresses what is nearly one value, such as zeros, since that takes less time than
+                writing it; `"zstd"` everything; None nothing. `"zstd"` has a checksum in Zarr version 3 only.
             **kwargs: Other arguments of `ocp.PyTreeCheckpointHandler`.
+
+        Raises:
+            ValueError: There is no such checksum or compression, or not with this version of Zarr.
         """
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        codec_policy = CodecPolicy(checksum=checksum, compression=compression)
+        codec_policy.check_format(use_zarr3=use_zarr3)
         self._policy = checked_policy(policy)
+        self._restore_concurrent_nbytes = restore_concurrent_gb * 10**9
         self._use_ocdbt = use_ocdbt
         self._primary_host = options.primary_host
         self._trees = ocp.PyTreeCheckpointHandler(
@@ -94,7 +103,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             use_ocdbt=use_ocdbt,
             use_zarr3=use_zarr3,
             type_handler_registry=_type_handlers(
-                policy.for_arrays_alone() if policy is not None else None, options.primary_host
+                policy.for_arrays_alone() if policy is not None else None, options.primary_host, codec_policy
             ),
             **kwargs,
         )
@@ -118,8 +127,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             args=ocp.args.PyTreeSave(
                 item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
                 save_args=storage_tree(
-                    captured.manifest.tree,
-                    lambda path: _in_bounded_chunks(captured.values[path], save_args.get(path_names(path))),
+                    captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
                 ),
                 custom_metadata=args.custom_metadata,
             ),
@@ -195,71 +203,39 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             strict=args.strict,
             fallback=args.fallback_sharding,
         )
-        values = self._read(directory, manifest, bound, args)
+        values = _run(
+            read_leaves(
+                directory,
+                bound,
+                cast=(args.policy or self._policy or RestorePolicy()).cast,
+                strict=args.strict,
+                with_layouts=args.support_layout,
+                max_in_flight_nbytes=self._restore_concurrent_nbytes,
+            )
+        )
         if bound.target is None:
             assert bound.plan.tree is not None
             return rebuild_tree(bound.plan.tree, values.__getitem__)
         return bound.target.treedef.unflatten([values[path] for path in bound.target.leaves])
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's metadata of the tree: shapes, dtypes and shardings, without the devices that saved it."""
-        return self._trees.metadata(find_item(directory))
+        """Orbax's metadata of the tree: shapes, dtypes and shardings, without the devices that saved it.
+
+        Raises:
+            FormatError: The record, or Orbax's list of the leaves, is damaged.
+        """
+        directory = find_item(directory)
+        read_array_store(directory, read_digests(directory))
+        return self._trees.metadata(directory)
 
     def finalize(self, directory: epath.Path) -> None:
         """Merges what the processes wrote. Orbax calls it on the primary process, before it commits the item."""
         self._trees.finalize(directory)
+        write_digests(directory)
 
     def close(self) -> None:
         """Releases what the handler holds."""
         self._trees.close()
-
-    def _read(
-        self, directory: epath.Path, manifest: Manifest, bound: BoundPlan, args: ExplicitRestore
-    ) -> dict[LeafPath, Any]:
-        """The leaves of the result by their paths: those that the target keeps, and what is read of the others."""
-        values: dict[LeafPath, Any] = {}
-        unread: dict[LeafPath, list[Outcome]] = {}
-        for outcome in bound.plan.outcomes:
-            if isinstance(outcome.placement, Kept):
-                assert bound.target is not None
-                values[outcome.path] = bound.target.leaves[outcome.path]
-            else:
-                assert outcome.source is not None
-                unread.setdefault(outcome.source, []).append(outcome)
-        # Once, unless the policy gives one saved leaf to several of the result.
-        while unread:
-            reading = {source: outcomes.pop() for source, outcomes in unread.items()}
-            unread = {source: outcomes for source, outcomes in unread.items() if outcomes}
-            values.update(self._read_once(directory, manifest, bound, args, reading))
-        return values
-
-    def _read_once(
-        self,
-        directory: epath.Path,
-        manifest: Manifest,
-        bound: BoundPlan,
-        args: ExplicitRestore,
-        reading: Mapping[LeafPath, Outcome],
-    ) -> dict[LeafPath, Any]:
-        """Reads each of these saved leaves, and no other."""
-
-        def restore_args(path: LeafPath) -> ocp.RestoreArgs:
-            return _restore_args(reading[path], bound, args) if path in reading else ocp.RestoreArgs()
-
-        item = None
-        if len(reading) < len(manifest.leaves):
-            item = storage_tree(manifest.tree, lambda path: 0 if path in reading else ocp.PLACEHOLDER)
-        stored = self._trees.restore(
-            directory,
-            args=ocp.args.PyTreeRestore(item=item, restore_args=storage_tree(manifest.tree, restore_args)),
-        )
-        flat, _ = jax.tree_util.tree_flatten_with_path(stored)
-        by_name = {ocp.tree.str_keypath(keypath): value for keypath, value in flat}
-        read = {outcome.path: by_name[path_names(source)] for source, outcome in reading.items()}
-        if args.strict:
-            _check_against_record(read, reading.values())
-        cast = (args.policy or self._policy or RestorePolicy()).cast
-        return {outcome.path: _finished(read[outcome.path], outcome, cast) for outcome in reading.values()}
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_save=True)
@@ -328,15 +304,18 @@ def _explicit(args: ExplicitRestore | ocp.args.StandardRestore | None) -> Explic
     )
 
 
-def _type_handlers(policy: RestorePolicy | None, primary_host: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
-    scalars = ocp.type_handlers.ScalarHandler()
+def _type_handlers(
+    policy: RestorePolicy | None, primary_host: int | None, codec_policy: CodecPolicy
+) -> ocp.type_handlers.TypeHandlerRegistry:
+    numbers = ExplicitScalarHandler(codec_policy=codec_policy, primary_host=primary_host)
+    arrays = ExplicitArrayHandler(policy=policy, records=False, primary_host=primary_host, codec_policy=codec_policy)
     return ocp.type_handlers.create_type_handler_registry(
-        (int, scalars),
-        (float, scalars),
-        (np.number, scalars),
-        (np.ndarray, ExplicitNumpyHandler()),
+        (int, numbers),
+        (float, numbers),
+        (np.number, numbers),
+        (np.ndarray, ExplicitNumpyHandler(codec_policy=codec_policy, primary_host=primary_host)),
         (str, ocp.type_handlers.StringHandler()),
-        (jax.Array, ExplicitArrayHandler(policy=policy, records=False, primary_host=primary_host)),
+        (jax.Array, arrays),
     )
 
 
@@ -360,32 +339,6 @@ def _leaf_save_args(save_args: PyTree | None) -> Mapping[tuple[str, ...], ocp.Sa
         ocp.tree.str_keypath(keypath): arg if arg.dtype is None else dataclasses.replace(arg, dtype=_dtype(arg.dtype))
         for keypath, arg in flat
     }
-
-
-def _in_bounded_chunks(value: Any, arg: ocp.SaveArgs | None) -> ocp.SaveArgs:
-    """The arguments of a leaf, with a bound on its chunks where they have none and can have one.
-
-    Orbax cuts a shard by factors of its dimensions until a chunk is small enough. A large prime among them would leave
-    chunks of a few bytes, and millions of them: such a shard is one chunk, as in stock Orbax.
-    """
-    arg = arg or ocp.SaveArgs()
-    if arg.chunk_byte_size is not None or not isinstance(value, jax.Array | np.ndarray) or _has_large_factors(value):
-        return arg
-    return dataclasses.replace(arg, chunk_byte_size=_MAX_CHUNK_NBYTES)
-
-
-def _has_large_factors(value: jax.Array | np.ndarray[Any, Any]) -> bool:
-    """Whether a dimension of a shard has a prime factor above 7; every process finds the same."""
-    shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else value.shape
-    return any(_without_small_factors(length) > 1 for length in shape)
-
-
-def _without_small_factors(length: int) -> int:
-    """What is left of a length when it has been divided by 2, 3, 5 and 7 as often as it can be; 0 of 0."""
-    for factor in (2, 3, 5, 7):
-        while length and length % factor == 0:
-            length //= factor
-    return length
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
@@ -416,73 +369,6 @@ def _is_plain_number(value: np.generic) -> bool:
     return value.dtype.isbuiltin == 1 and value.dtype.kind in "iuf"
 
 
-def _restore_args(outcome: Outcome, bound: BoundPlan, args: ExplicitRestore) -> ocp.RestoreArgs:
-    """How Orbax is to read one leaf."""
-    dtype = np.dtype(outcome.dtype) if outcome.dtype is not None and not _is_cast_when_read(outcome) else None
-    sharding: Any = bound.shardings[outcome.path]
-    recorded = outcome.recorded
-    assert recorded is not None
-    known = Known(shape=recorded.stored_shape, dtype=recorded.dtype, x64=bound.x64)
-    if isinstance(outcome.placement, OnHost):
-        # Numbers are stored alike, be they arrays or not: as an array each is cast, and compared with its record.
-        is_text = outcome.placement.type == "str"
-        return ocp.RestoreArgs() if is_text else KnownRestoreArgs(restore_type=np.ndarray, dtype=dtype, known=known)
-    shape = None
-    if bound.target is not None and not args.strict:
-        shape = outcome.shape
-        if isinstance(outcome.recorded, ArrayRecord) and outcome.recorded.prng is not None:
-            shape += outcome.recorded.prng.key_shape
-    if bound.target is not None and args.support_layout and isinstance(outcome.placement, AsTarget):
-        sharding = getattr(bound.target.leaves[outcome.path], "format", None) or sharding
-    return KnownArrayRestoreArgs(
-        restore_type=jax.Array, sharding=sharding, dtype=dtype, global_shape=shape, strict=args.strict, known=known
-    )
-
-
-def _is_cast_when_read(outcome: Outcome) -> bool:
-    """Whether a leaf is cast by its value: an int of Python's own has no width to plan with."""
-    return outcome.dtype is not None and isinstance(outcome.placement, OnHost) and is_python_int(outcome.recorded)
-
-
-def _cast_int(stored: Any, outcome: Outcome, cast: Cast) -> Any:
-    """An int of Python's own in the dtype that the target asks for.
-
-    Raises:
-        RestoreRefusedError: It does not fit, and the policy allows no unsafe cast.
-    """
-    with np.errstate(all="ignore"):
-        found = stored.astype(outcome.dtype)
-    if cast != "unsafe" and found.item() != stored.item():
-        raise RestoreRefusedError(
-            Problem(
-                could_not=f"cannot hold {stored.item()} in {outcome.dtype}",
-                recorded="int",
-                present=f"the target asks for {outcome.dtype}",
-                affects=(path_text(outcome.path),),
-                fix="give the target's leaf a wider dtype, or cast='unsafe' in the policy",
-            )
-        )
-    return found
-
-
-def _finished(stored: Any, outcome: Outcome, cast: Cast) -> Any:
-    """The leaf as it was, from what Orbax read."""
-    placement = outcome.placement
-    if not isinstance(placement, OnHost):
-        return stored
-    if _is_cast_when_read(outcome):
-        stored = _cast_int(stored, outcome, cast)
-    match placement.type:
-        case "np.ndarray" | "str":
-            return stored
-        case "np.generic":
-            return stored[()]
-        case "bytes":
-            return stored.tobytes()
-        case "int" | "float" | "bool" | "complex" as name:
-            return {"int": int, "float": float, "bool": bool, "complex": complex}[name](stored.item())
-
-
 async def _let_siblings_refuse() -> None:
     """Lets the other items of a composite save be captured, and refused, before this one starts to write.
 
@@ -493,27 +379,7 @@ async def _let_siblings_refuse() -> None:
         await asyncio.sleep(0)
 
 
-def _check_against_record(read: Mapping[LeafPath, Any], outcomes: Iterable[Outcome]) -> None:
-    """Refuses what was read where it is not what the record describes: one of them is damaged."""
-    wrong = []
-    for outcome in outcomes:
-        recorded, value = outcome.recorded, read[outcome.path]
-        if recorded is None or not isinstance(value, jax.Array | np.ndarray):
-            continue
-        dtype = recorded.dtype if _is_cast_when_read(outcome) else outcome.dtype or recorded.dtype
-        is_keys = isinstance(recorded, ArrayRecord) and recorded.prng is not None
-        if is_keys and isinstance(value, jax.Array):
-            fits = value.shape == recorded.shape and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        else:
-            fits = (value.shape, value.dtype.name) == (recorded.stored_shape, dtype) and value.dtype.isnative
-        if not fits:
-            stored, described = f"{value.dtype}{value.shape}", f"{recorded.dtype_text}{recorded.shape}"
-            wrong.append(other_array_problem(path_text(outcome.path), stored, described))
-    if wrong:
-        raise FormatError(*wrong)
-
-
-def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Runs a coroutine to its end. In a thread of its own: an event loop may be running in this one."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
-        executor.submit(asyncio.run, coroutine).result()
+        return executor.submit(asyncio.run, coroutine).result()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for records: any that are valid, common or not.
+"""Hypothesis strategies for records: any that are valid, common or not; and for parts of small arrays.
 
 Mesh axes, ids, sizes and texts are kept few and small where their number is not the point, so that examples
 share records and shrink well; the odd extreme (an id of 64 bits, a lone surrogate, a mesh without axes) is in
@@ -13,6 +13,7 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
+from orbax_explicit._boxes import Box, Shape
 from orbax_explicit._records import (
     AXIS_TYPES,
     CONTAINER_KINDS,
@@ -221,3 +222,22 @@ def manifests(draw: st.DrawFn) -> Manifest:
         inventory=draw(st.none() | inventories()),
         writer=tuple(draw(st.lists(st.tuples(texts(), texts()), max_size=3))),
     )
+
+
+# Parts of arrays, few enough to look at each element.
+
+
+def array_shapes(min_dims: int = 0) -> st.SearchStrategy[Shape]:
+    """Shapes of arrays of at most a few hundred elements."""
+    return st.lists(st.integers(0, 7), min_size=min_dims, max_size=3).map(tuple)
+
+
+def chunk_shapes(dims: int) -> st.SearchStrategy[Shape]:
+    """Shapes of chunks."""
+    return st.lists(st.integers(1, 9), min_size=dims, max_size=dims).map(tuple)
+
+
+def boxes(shape: Shape) -> st.SearchStrategy[Box]:
+    """Boxes in an array, empty ones among them."""
+    spans = (st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted).map(tuple) for n in shape)
+    return st.tuples(*spans)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import pathlib
 import re
+import resource
 import shutil
 from typing import Any
 
@@ -481,6 +484,57 @@ def test_a_value_that_is_donated_after_save_returned_does_not_reach_the_checkpoi
     assert_same_values(restored["w"], matrix())
     assert_same_values(restored["n"], np.zeros(1000))
     assert_same_values(doubled, matrix() * 2)
+
+
+def save_and_train(path: pathlib.Path, step: Any, state: Any, way: str, saves: int) -> dict[int, int]:
+    """Saves after each step, and drops what is older than two saves; resident bytes after the saves 10, 20, ..."""
+    resident = {}
+    if way == "manager":
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        writer: Any = ocp.CheckpointManager(path, item_handlers=oxe.ExplicitCheckpointHandler(), options=options)
+    else:
+        writer = oxe.StandardCheckpointer()
+    with writer:
+        for i in range(1, saves + 1):
+            state = step(state)
+            if way == "manager":
+                writer.save(i, args=oxe.args.ExplicitSave(state))
+            else:
+                writer.save(path / str(i), state)
+                shutil.rmtree(path / str(i - 2), ignore_errors=True)
+            if i % 10 == 0:
+                writer.wait_until_finished()
+                gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # What the allocator keeps back varies by some states.
+                pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+                resident[i] = int(pages) * resource.getpagesize()
+    return resident
+
+
+def measure_saves(path: pathlib.Path) -> dict[str, tuple[int, dict[int, int]]]:
+    """For each way to save: the bytes of the state, and the memory that 50 saves took as they went on."""
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    values = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
+    state = {
+        "sharded": [place(mesh, values, P("d", "m")) for _ in range(3)],
+        "replicated": place(mesh, values[:64], P()),
+        "host": {"array": values[:128].copy(), "text": "text"},
+    }
+
+    def step(state: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, str) else leaf + 1, state)
+
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if not isinstance(leaf, str))
+    return {way: (nbytes, save_and_train(path / way, step, state, way, 50)) for way in ("checkpointer", "manager")}
+
+
+def test_saves_in_a_loop_take_no_more_memory_as_they_go_on(tmp_path):
+    """Of 40 saves not even two states stay: what was saved, and what was written, is let go."""
+    (measured,) = run_on_devices(measure_saves, tmp_path, devices=8)
+    assert measured.keys() == {"checkpointer", "manager"}
+    for way, (nbytes, resident) in measured.items():
+        assert nbytes > 6 << 20
+        assert resident[50] - resident[10] < 2 * nbytes, (way, nbytes, resident)
 
 
 def test_leaves_are_cast_while_they_are_saved(tmp_path, checkpointer, mesh):

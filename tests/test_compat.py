@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import importlib
 import inspect
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore
 from etils import epath
 from jax.sharding import PartitionSpec as P
 
@@ -115,22 +115,7 @@ def test_an_array_handler_takes_the_store():
     )
 
 
-# Orbax: the TensorStore spec of an array.
-
-
-def test_the_builder_of_write_specs_is_where_it_was():
-    """And takes the arguments that it is given."""
-    build = private("orbax.checkpoint._src.serialization.tensorstore_utils", "build_array_write_spec")
-    expected = {"info", "arg", "global_shape", "local_shape", "dtype", "use_ocdbt", "process_index", "ext_metadata"}
-    missing = expected - set(parameters(build))
-    assert not missing, f"tensorstore_utils.build_array_write_spec no longer takes {sorted(missing)}"
-
-
-def test_the_index_of_a_processs_directory_is_where_it_was():
-    """With OCDBT each process writes into a directory of its own, which the merge then looks for."""
-    index = private("orbax.checkpoint._src.serialization.ocdbt_utils", "get_process_index_for_subdir")
-    assert index(True) == 0, "ocdbt_utils.get_process_index_for_subdir(True) is no longer the index of the process"
-    assert index(False) is None, "ocdbt_utils.get_process_index_for_subdir(False) is no longer None"
+# Orbax: the metadata of an array.
 
 
 def test_the_key_of_a_prng_implementation_is_where_it_was():
@@ -139,109 +124,60 @@ def test_the_key_of_a_prng_implementation_is_where_it_was():
     assert key == "random_key_impl", f"Orbax now stores PRNG implementations under {key!r}"
 
 
-def info_for(directory: Any, use_ocdbt: bool, use_zarr3: bool) -> ocp.type_handlers.ParamInfo:
-    """What Orbax tells a handler about an array."""
-    return ocp.type_handlers.ParamInfo(
-        name="a.b",
-        path=epath.Path(directory) / "a.b",
-        parent_dir=epath.Path(directory),
-        is_ocdbt_checkpoint=use_ocdbt,
-        use_zarr3=use_zarr3,
-        use_compression=True,
-        ts_context=tensorstore.Context({"cache_pool#ocdbt": {}, "ocdbt_coordinator": {}}),
-    )
+def test_the_metadata_of_an_array_are_where_they_were():
+    """And are made of the fields that they are given."""
+    metadata = private("orbax.checkpoint._src.metadata.array_metadata", "ArrayMetadata")
+    fields = {field.name for field in dataclasses.fields(metadata)}
+    expected = {"param_name", "shape", "dtype", "write_shape", "chunk_shape", "use_ocdbt", "use_zarr3", "ext_metadata"}
+    assert expected <= fields, f"array_metadata.ArrayMetadata no longer has {sorted(expected - fields)}"
+    required = {
+        field.name
+        for field in dataclasses.fields(metadata)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    assert required <= expected, f"array_metadata.ArrayMetadata now also wants {sorted(required - expected)}"
 
 
-@pytest.mark.parametrize("use_zarr3", [False, True], ids=["in Zarr 2", "in Zarr 3"])
-@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["in a directory", "in OCDBT"])
 @pytest.mark.parametrize(
-    ("shape", "chunk"),
+    ("prng_impl", "ext_metadata"),
     [
-        pytest.param((2, 3), (2, 3), id="one chunk covers the array"),
-        pytest.param((0, 3), (1, 3), id="a dimension of size 0 has chunks of size 1"),
-        pytest.param((), (), id="a scalar"),
+        pytest.param(None, None, id="an ordinary array says nothing more"),
+        pytest.param("rbg", {"random_key_impl": "rbg"}, id="keys name their implementation"),
     ],
 )
-def test_a_write_spec_opens(tmp_path, shape, chunk, use_ocdbt, use_zarr3):
-    """TensorStore takes it, and the array is of the shape and dtype, in the one chunk, that were asked for."""
-    info = info_for(tmp_path, use_ocdbt, use_zarr3)
-    spec, metadata = _compat.array_write_spec(
-        info,
-        shape=shape,
-        dtype=np.dtype("float32"),
-        save_dtype=np.dtype("float16"),
-        prng_impl=None,
+def test_the_metadata_of_an_array_are_written_and_read(tmp_path, prng_impl, ext_metadata):
+    """By Orbax's store: stock finds the shape that is written, the chunks, and what keys are."""
+    entry = _compat.array_metadata(
+        name="a.b",
+        shape=(4, 6),
+        dtype="float16",
+        chunk=(2, 3),
+        use_ocdbt=True,
+        use_zarr3=False,
+        prng_impl=prng_impl,
     )
-    base = spec["base"]
-    assert spec["driver"] == "cast", "build_array_write_spec no longer casts while it writes"
-    assert base["driver"] == ("zarr3" if use_zarr3 else "zarr"), "build_array_write_spec chose another driver"
-    assert base["kvstore"]["driver"] == ("ocdbt" if use_ocdbt else "file"), "build_array_write_spec chose another store"
-    store = tensorstore.open(tensorstore.Spec(spec), create=True, context=info.ts_context).result()
-    assert (store.shape, store.chunk_layout.read_chunk.shape or ()) == (shape, chunk)
-    assert store.dtype.name == "float32"
-    assert (metadata.param_name, metadata.shape, metadata.use_ocdbt, metadata.use_zarr3) == (
-        "a.b",
-        shape,
-        use_ocdbt,
-        use_zarr3,
-    )
-    assert (metadata.write_shape, metadata.chunk_shape, metadata.ext_metadata) == (chunk, chunk, None)
-    assert np.dtype(metadata.dtype) == np.float16
-
-
-def test_a_write_spec_of_keys_names_their_implementation(tmp_path):
-    """In the metadata that stock reads."""
-    _, metadata = _compat.array_write_spec(
-        info_for(tmp_path, True, False),
-        shape=(2,),
-        dtype=np.dtype("uint32"),
-        save_dtype=None,
-        prng_impl="rbg",
-    )
-    assert metadata.ext_metadata == {"random_key_impl": "rbg"}
+    assert (entry.shape, entry.dtype, entry.use_ocdbt, entry.use_zarr3) == ((4, 6), "float16", True, False)
+    store, directory = _compat.array_metadata_store(), epath.Path(tmp_path)
+    asyncio.run(store.write(checkpoint_dir=directory, array_metadatas=[entry], process_index=0))
+    ((process, (read,)),) = asyncio.run(store.read(checkpoint_dir=directory)).items()
+    assert process == 0
+    assert (read.param_name, read.write_shape, read.chunk_shape) == ("a.b", (2, 3), (2, 3))
+    assert read.ext_metadata == ext_metadata
+    assert _compat.prng_impls({0: [read]}) == ({"a.b": prng_impl} if prng_impl else {})
 
 
 # Orbax: reading.
 
 
-def test_the_builder_of_read_specs_is_where_it_was():
-    """And takes the arguments that it is given."""
-    build = private("orbax.checkpoint._src.serialization.tensorstore_utils", "build_array_read_spec")
-    missing = {"info", "use_ocdbt", "metadata_key", "raise_array_data_missing_error"} - set(parameters(build))
-    assert not missing, f"tensorstore_utils.build_array_read_spec no longer takes {sorted(missing)}"
-
-
-@pytest.mark.parametrize("use_zarr3", [False, True], ids=["in Zarr 2", "in Zarr 3"])
-@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["in a directory", "in OCDBT"])
-@pytest.mark.parametrize("may_miss", [False, True], ids=["data must be there", "data may be missing"])
-def test_a_read_spec_is_of_the_stored_array(tmp_path, may_miss, use_ocdbt, use_zarr3):
-    """In its stored dtype; and missing data are an error where Orbax says so."""
-    info = info_for(tmp_path, use_ocdbt, use_zarr3)
-    info.raise_array_data_missing_error = not may_miss
-    spec = _compat.array_read_spec(info, "other.json")
-    assert spec["driver"] == ("zarr3" if use_zarr3 else "zarr"), "build_array_read_spec chose another driver"
-    assert spec["kvstore"]["driver"] == ("ocdbt" if use_ocdbt else "file"), "build_array_read_spec chose another store"
-    assert spec["metadata_key"] == "other.json"
-    assert spec["fill_missing_data_reads"] == may_miss, "build_array_read_spec no longer says what missing data are"
-
-
-@pytest.mark.parametrize("handler", [ocp.type_handlers.ArrayHandler, ocp.type_handlers.NumpyHandler])
-def test_a_handler_keeps_its_metadata_key(handler):
-    """Where it is looked for."""
-    assert hasattr(handler(), "_metadata_key"), f"{handler.__name__} no longer keeps _metadata_key"
-    assert _compat.zarr_metadata_key(handler()) is None
-    assert _compat.zarr_metadata_key(handler(metadata_key="other.json")) == "other.json"
-
-
-def test_how_much_may_be_in_flight_is_told(tmp_path):
-    """By the object that Orbax limits its own reads with."""
+def test_how_much_may_be_in_flight_is_told():
+    """By the object that Orbax limits its own transfers with."""
     get = private("orbax.checkpoint._src.serialization.limits", "get_byte_limiter")
-    info = info_for(tmp_path, True, False)
+    info = ocp.type_handlers.ParamInfo(name="a.b", parent_dir=epath.Path("/a"))
     for nbytes in (None, 1000):
         info.byte_limiter = get(nbytes)
-        assert _compat.max_restore_nbytes(info) == nbytes, "limits.get_byte_limiter no longer tells its max_bytes"
+        assert _compat.max_transfer_nbytes(info) == nbytes, "limits.get_byte_limiter no longer tells its max_bytes"
     info.byte_limiter = None
-    assert _compat.max_restore_nbytes(info) is None
+    assert _compat.max_transfer_nbytes(info) is None
 
 
 def test_the_implementations_of_keys_are_read_from_the_metadata():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_same_tree, matrix, place, training_state
 
 import orbax_explicit as oxe
-from orbax_explicit import handler as handler_module
+from orbax_explicit import _array_reading, _array_shares
 
 CHECKPOINTERS = [
     pytest.param(ocp.Checkpointer, id="a synchronous checkpointer"),
@@ -257,9 +258,15 @@ def stored_chunk(directory: pathlib.Path) -> list[int]:
     return list(json.loads((directory / ".zarray").read_text())["chunks"])
 
 
+def bound_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Bounds the chunks of arrays that are saved, small ones too."""
+    monkeypatch.setattr(_array_shares, "MAX_CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(_array_shares, "ONE_CHUNK_NBYTES", 0)
+
+
 def test_chunks_are_bounded(tmp_path, mesh, monkeypatch):
     """A chunk of a shard's size would have to be decoded whole; `SaveArgs` may say otherwise."""
-    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 32)
+    bound_chunks(monkeypatch, 32)
     w = place(mesh, matrix(16, 16), P("d", "m"))  # In shards of 128 bytes.
     state = {"few": w, "many": w, "host": matrix()}
     args = {"few": None, "many": ocp.SaveArgs(chunk_byte_size=128), "host": None}
@@ -272,15 +279,16 @@ def test_chunks_are_bounded(tmp_path, mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(10007,), (509, 4), (2, 11)], ids=str)
-def test_a_shard_that_has_no_small_factors_is_one_chunk(tmp_path, mesh, monkeypatch, shape):
-    """Orbax cuts by factors: a large prime would leave as many chunks as elements."""
-    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 8)
-    state = {"w": jnp.arange(math.prod(shape)).reshape(shape)}
+def test_an_array_that_is_not_split_is_cut_whatever_its_shape(tmp_path, mesh, monkeypatch, shape):
+    """Zarr needs no divisors: what stands out beyond the array is padding."""
+    bound_chunks(monkeypatch, 400)
+    state = {"w": jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape), "host": np.ones(shape, np.float32)}
     with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
         checkpointer.save(tmp_path / "a", state)
         checkpointer.wait_until_finished()
         assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
-    assert stored_chunk(tmp_path / "a" / "w") == list(shape)
+    for name in state:
+        assert 4 * math.prod(stored_chunk(tmp_path / "a" / name)) <= 400
 
 
 def test_a_restore_in_a_running_event_loop_has_the_callers_flags_and_device(tmp_path):
@@ -307,11 +315,16 @@ def test_a_restore_in_a_running_event_loop_has_the_callers_flags_and_device(tmp_
         pytest.param({"dtype": "<i4"}, id="another dtype, though the target casts"),
         pytest.param({"shape": [10**12, 8], "chunks": [10**12, 8]}, id="a shape that no memory holds"),
         pytest.param({"shape": [7, 7]}, id="a shape that the mesh does not divide"),
+        pytest.param({"dtype": ">f4"}, id="another byte order, which is one bit"),
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["cast", "as saved"])
-def test_an_array_that_is_not_the_recorded_one_is_an_error_before_it_is_read(tmp_path, mesh, edit, dtype):
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["a large array", "a small array"])
+def test_an_array_that_is_not_the_recorded_one_is_an_error_before_it_is_read(
+    tmp_path, mesh, monkeypatch, edit, dtype, small
+):
     """By leaf name, and whatever becomes of its values."""
+    monkeypatch.setattr(_array_reading, "SMALL_NBYTES", small)
     with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
         checkpointer.save(tmp_path / "a", {"w": place(mesh, matrix(), P("d", "m"))})
         checkpointer.wait_until_finished()
@@ -324,12 +337,48 @@ def test_an_array_that_is_not_the_recorded_one_is_an_error_before_it_is_read(tmp
 @pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["", "Zarr 3", "no OCDBT"])
 def test_a_training_state_in_small_chunks_comes_back_whole(tmp_path, mesh, monkeypatch, options):
     """Of every dtype and layout, keys and arrays of size zero included."""
-    monkeypatch.setattr(handler_module, "_MAX_CHUNK_NBYTES", 16)
+    bound_chunks(monkeypatch, 16)
     state = training_state(mesh)
     with oxe.StandardCheckpointer(**options) as checkpointer:
         checkpointer.save(tmp_path / "a", state)
         checkpointer.wait_until_finished()
         assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
+
+
+@pytest.mark.parametrize("layout", ["as recorded", "replicated", "resharded"])
+def test_what_is_donated_after_a_restore_takes_nothing_from_anything_else(tmp_path, mesh, layout):
+    """Neither from other leaves, nor from what is seen of its own shards, nor from another restore of the same."""
+    values = {"added": matrix(16, 64), "set": 2 * matrix(16, 64), "kept": 3 * matrix(16, 64), "other": matrix(64, 16)}
+    specs = {"added": P("d", "m"), "set": P(), "kept": P(), "other": P("m")}
+    state = {name: place(mesh, values[name], specs[name]) for name in values}
+    turned = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    asked: dict[str, dict[str, Any]] = {
+        "as recorded": {},
+        "replicated": {"target": {name: shape(array.shape, array.dtype) for name, array in state.items()}},
+        "resharded": {"mesh": turned},
+    }
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        first, second = (checkpointer.restore(tmp_path / "a", **asked[layout]) for _ in range(2))
+    shards = [(name, s.index, s.data) for name in ("kept", "other") for s in first[name].addressable_shards]
+    # Not of what is to be donated in earnest: JAX copies a buffer that something else can see.
+    views = [(name, s.index, np.asarray(s.data)) for name in ("set", "kept") for s in first[name].addressable_shards]
+
+    added, changed = first["added"], first["set"]
+    for _ in range(3):
+        added = jax.jit(lambda array: array + 1, donate_argnums=0)(added)
+        changed = jax.jit(lambda array: array.at[0].set(-1), donate_argnums=0)(changed)
+    assert first["added"].is_deleted()
+
+    results = {"added": values["added"] + 3, "set": np.concatenate([np.full((1, 64), -1), values["set"][1:]])}
+    for name, array in (("added", added), ("set", changed)):
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), results[name][shard.index], name)
+    pieces = [(name, s.index, s.data) for name, array in second.items() for s in array.addressable_shards]
+    for name, index, piece in [*shards, *views, *pieces]:
+        np.testing.assert_array_equal(np.asarray(piece), values[name][index], name)
 
 
 def test_a_save_goes_on_while_training_does(manager, mesh):

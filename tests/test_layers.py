@@ -23,6 +23,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     0: ("_errors", "_records", "_policy", "_outcomes", "_report", "_plan"),
     # Pure: neither JAX nor Orbax.
     1: (
+        "_framing",
         "_wire",
         "_wire_schema",
         "_wire_stream",
@@ -41,15 +42,30 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_stock_sharding",
         "_stock_tree",
         "_sidecar",
+        "_digests",
+        "_strings",
+        "_boxes",
+        "_chunking",
+        "_codecs",
+        "_zarr",
+        "_storage",
+        "_small_arrays",
+        "_budget",
+        "_array_writing",
+        "_verifying",
     ),
     # JAX. `_compat` is here for JAX's sake; it may import Orbax too, for it is where private names are imported.
     2: ("_leaf_capture", "_capture", "_target_capture", "_binding", "_restoring", "_compat"),
     # Orbax.
     3: (
+        "_blocks",
         "_array_reading",
-        "_whole_arrays",
+        "_array_shares",
         "_array_metadata",
+        "_param_info",
         "_arrays",
+        "_host_handlers",
+        "_leaf_reading",
         "handler",
         "args",
         "checkpointer",
@@ -117,7 +133,7 @@ def internal_problems(module: str, files: Mapping[str, str], floor: int, where: 
 
 
 def file_of(module: str, files: Mapping[str, str]) -> str:
-    """The file that holds a module, or a name in a module: `orbax_explicit._wire.MAGIC` is in `_wire`."""
+    """The file that holds a module, or a name in a module: `orbax_explicit._wire.FRAME` is in `_wire`."""
     parts = module.split(".")[1:]
     for length in range(len(parts), 0, -1):
         for name in ("/".join(parts[:length]), "/".join([*parts[:length], "__init__"])):

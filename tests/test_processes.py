@@ -311,6 +311,19 @@ def save_a_pending_sum(root: pathlib.Path) -> None:
     assert_same_values(restored, place(mesh, matrix() @ matrix(), P("d", None)))
 
 
+REPLICAS = 6
+
+
+def save_replicas(root: pathlib.Path) -> None:
+    """Saves arrays of 1 MiB that every process has whole, and one that is split over the processes."""
+    mesh = make_mesh()
+    random = np.random.default_rng(0)
+    values = [random.standard_normal((256, 1024)).astype(np.float32) for _ in range(REPLICAS + 1)]
+    state = {f"w{i}": place(mesh, x, P() if i < REPLICAS else P("d")) for i, x in enumerate(values)}
+    save_async(root / "replicas", state)
+    assert_same_tree(restore_async(root / "replicas"), state)
+
+
 def describe_plans(root: pathlib.Path) -> dict[str, tuple[str, str]]:
     """The plan for each checkpoint, as a person reads it and in full."""
     plans = {}
@@ -349,6 +362,7 @@ def work_in_two(root: pathlib.Path) -> Reports:
         try_to_save_a_local_array,
         save_values_of_its_own,
         save_a_pending_sum,
+        save_replicas,
         describe_plans,
         try_to_restore_too_wide_a_target,
         try_to_restore_on_a_part,
@@ -443,6 +457,29 @@ def test_only_the_primary_process_writes_the_record(run):
     for way in WAYS:
         found = list(checkpoint(run.root, TWO, way).rglob("explicit_sharding.msgpack"))
         assert len(found) == (way != "by stock Orbax")
+
+
+def test_replicas_are_written_once_and_the_work_is_shared(run):
+    """Each process writes half of what both have, and its own half of the array that is split over them."""
+    path = run.root / "replicas"
+    written = [
+        sum(file.stat().st_size for file in (path / f"ocdbt.process_{process}" / "d").iterdir()) for process in (0, 1)
+    ]
+    each = (REPLICAS + 1) * 2**20 // 2
+    for nbytes in written:
+        assert each < nbytes < 1.02 * each
+    assert oxe.verify(path).ok
+
+
+def test_the_small_files_of_all_processes_have_digests(run):
+    """They are complete only when every process has written its own."""
+    path = checkpoint(run.root, TWO, "asynchronously")
+    report = oxe.verify(path)
+    assert report.ok
+    assert report.unchecked == ()
+    (path / "array_metadatas" / "process_1").write_bytes(b"{}")
+    (damage,) = oxe.verify(path).problems
+    assert damage.file == "array_metadatas/process_1"
 
 
 def test_a_committed_local_array_is_refused_by_name_in_every_process(run):

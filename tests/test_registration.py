@@ -69,6 +69,22 @@ def test_a_stock_checkpointer_gives_arrays_back_whole(tmp_path, mesh):
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["directories", "OCDBT"])
+@pytest.mark.parametrize("rows", [8, 1024], ids=["small", "large"])
+def test_a_tree_that_is_one_array_is_saved_by_its_empty_name(tmp_path, mesh, rows, use_ocdbt):
+    """Stock allows it, and finds it again without us."""
+    array = place(mesh, matrix(rows, 128), P("d", "m"))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as stock:
+        stock.save(tmp_path / "a", args=ocp.args.PyTreeSave(array))
+    with ocp.PyTreeCheckpointer() as stock:
+        (found,) = jax.tree.leaves(stock.restore(tmp_path / "a"))
+        assert_same_tree([found], [array])
+        oxe.unregister()
+        (found,) = jax.tree.leaves(stock.restore(tmp_path / "a"))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(array))
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("under_set_mesh", [True, False], ids=["under jax.set_mesh", "outside of it"])
 def test_a_stock_checkpointer_resolves_an_abstract_target(tmp_path, mesh, under_set_mesh):
     """The spec and axis types are the target's, and what it gives no sharding lands beside it."""

@@ -570,7 +570,7 @@ def _find(path: pathlib.Path, wanted: bytes) -> tuple[pathlib.Path, int]:
 
 
 class TestOneFlippedBit:
-    """A bit of the values that changed on the way to the disk, on it, or back. No half of ours yet."""
+    """A bit of the values that changed on the way to the disk, on it, or back."""
 
     @pytest.mark.parametrize("kind", ["jax.Array", "NumPy array"])
     def test_stock_silently_gives_wrong_values_of_an_array(self, path, stock, kind):
@@ -590,6 +590,26 @@ class TestOneFlippedBit:
         outcomes = [attempt(ocp1.load, path) for _ in _flipped_bits(file, offset, 8)]
         silent = [outcome.value["name"] for outcome in outcomes if (outcome.error, outcome.warned) == ("", ())]
         assert any(text != "a text of some length" for text in silent)
+
+
+    @pytest.mark.parametrize("kind", ["jax.Array", "NumPy array"])
+    def test_ours_refuses_the_array_and_so_does_stock(self, path, stock, kind):
+        values = np.random.default_rng(0).integers(0, 2**32, (64, 64), dtype=np.uint32)
+        OURS.save(path, {"w": jnp.asarray(values) if kind == "jax.Array" else values})
+        file, offset = _find(path, values.tobytes()[1000:1064])
+        for _ in _flipped_bits(file, offset, 8):
+            with pytest.raises(oxe.FormatError, match="cannot read w"):
+                OURS.restore(path)
+            assert attempt(stock.restore, path).error
+        np.testing.assert_array_equal(OURS.restore(path)["w"], values)
+
+    def test_ours_refuses_the_text(self, path):
+        OURS.save(path, {"name": "a text of some length"})
+        file, offset = _find(path, b"a text of some length")
+        for _ in _flipped_bits(file, offset, 8):
+            with pytest.raises(oxe.FormatError, match=r"cannot trust _strings\.json"):
+                OURS.restore(path)
+        assert OURS.restore(path) == {"name": "a text of some length"}
 
 
 class TestLayoutOfSmallArraysOnManyDevices:

@@ -8,7 +8,7 @@ import pytest
 from orbax_explicit._errors import FormatError
 from orbax_explicit._records import ContainerRecord, Key, LeafPath, Tree, ValueRecord
 from orbax_explicit._stock_json import UnreadableError
-from orbax_explicit._stock_tree import StockLeaf, StockTree, build_tree, parse_tree_metadata
+from orbax_explicit._stock_tree import StockLeaf, StockTree, StoreFlags, build_tree, parse_tree_metadata
 
 X, Y = ValueRecord(type="int", dtype="int64"), ValueRecord(type="str")
 EMPTY = ContainerRecord(kind="dict")
@@ -44,8 +44,7 @@ def test_what_the_file_says() -> None:
             StockLeaf(path=_path("a", 10), value_type="jax.Array"),
             StockLeaf(path=_path("b"), value_type="None"),
         ),
-        use_ocdbt=None,
-        use_zarr3=True,
+        flags=StoreFlags(use_ocdbt=None, use_zarr3=True, fills_missing=True),
         rich_containers="{}",
     )
 
