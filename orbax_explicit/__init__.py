@@ -18,12 +18,14 @@ from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._records import Inventory, Manifest
 from orbax_explicit._restoring import plan_restore
 from orbax_explicit._sidecar import read_manifest
+from orbax_explicit._verifying import Damage, VerifyReport, latest_good_step, verify
 from orbax_explicit.checkpointer import StandardCheckpointer
 from orbax_explicit.handler import ExplicitCheckpointHandler
 from orbax_explicit.registration import handler_registry, register, registered, unregister
 
 __all__ = [
     "CheckpointLayoutError",
+    "Damage",
     "ExplicitArrayHandler",
     "ExplicitCheckpointHandler",
     "FormatError",
@@ -38,12 +40,15 @@ __all__ = [
     "RestoreRefusedError",
     "SaveRefusedError",
     "StandardCheckpointer",
+    "VerifyReport",
     "args",
     "handler_registry",
+    "latest_good_step",
     "plan_restore",
     "read_manifest",
     "register",
     "registered",
     "resolve_mesh",
     "unregister",
+    "verify",
 ]
