@@ -10,6 +10,7 @@ PYTEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BENCH_INSTALLED := $(VENV)/.installed-bench
 WHEEL := $(VENV)/.wheel
 SOURCES := $(shell find orbax_explicit -name '*.py') $(wildcard orbax_explicit/py.typed README.md LICENSE)
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
@@ -37,7 +38,7 @@ pytest: $(INSTALLED) $(WHEEL)
 demo: $(INSTALLED)
 	@$(BIN)/orbax-explicit demo
 
-bench: $(INSTALLED)
+bench: $(BENCH_INSTALLED)
 	@for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark" || exit 1; done
 
 clean:
@@ -49,6 +50,11 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "== $(VENV): $$($(PYTHON) --version), the package and what it needs (a minute or two, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[test]'
+	@touch $@
+
+# Beside what the tests need: who else saves arrays.
+$(BENCH_INSTALLED): $(INSTALLED)
+	@$(PIP) install $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[bench]'
 	@touch $@
 
 $(WHEEL): $(INSTALLED) $(SOURCES)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from machine import date_line, machine_line, versions_line
 
 from orbax_explicit._planning import plan_from_records
 from orbax_explicit._policy import RestorePolicy
@@ -89,7 +90,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where the largest plan takes 2 s or more")
     parser.add_argument("--repeat", type=int, default=3, help="how often each is timed; the median is printed")
     options = parser.parse_args()
-    print(f"Python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d', time.gmtime())}")
+    print(machine_line(), versions_line("orbax-explicit"), date_line(), "", sep="\n")
     print(f"{'arrays':>8} {'devices':>8}  {'onto':<34} {'plan s':>7} {'text s':>7} {'JSON s':>7} {'JSON MB':>8}")
     slow = 0
     for arrays, devices in SIZES:

@@ -13,21 +13,19 @@ decoded in less than a second, in no more than 40 bytes an array beyond its path
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import math
-import os
 import pathlib
-import platform
 import statistics
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import TypeVar
+
+from machine import date_line, machine_line, versions_line
 
 # The root of the package imports JAX. What is measured here must not need it, so it is imported without the root.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -37,9 +35,7 @@ _package = types.ModuleType("orbax_explicit")
 _package.__path__ = list(_root.submodule_search_locations or ())
 sys.modules["orbax_explicit"] = _package
 
-import msgpack  # noqa: E402  # after the root was replaced, as the next two
-
-from orbax_explicit import _wire  # noqa: E402
+from orbax_explicit import _wire  # noqa: E402  # after the root was replaced, as the next one
 from orbax_explicit._records import (  # noqa: E402
     ArrayRecord,
     ContainerRecord,
@@ -167,22 +163,10 @@ def seconds(run: Callable[[], T], repeats: int) -> tuple[float, T]:
     return statistics.median(times), result
 
 
-def cpu_model() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
 def header(repeats: int) -> Iterator[str]:
-    yield f"machine   {cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
-    package = importlib.metadata.version("orbax-explicit")
-    yield (
-        f"versions  orbax-explicit {package}, Python {platform.python_version()}, "
-        f"msgpack {'.'.join(map(str, msgpack.version))}, format {_wire.VERSION}"
-    )
-    yield f"date      {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, medians of {repeats}"
+    yield machine_line()
+    yield f"{versions_line('orbax-explicit', 'msgpack')}, format {_wire.FRAME.version}"
+    yield f"{date_line()}, medians of {repeats}"
 
 
 def main() -> int:

@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import platform
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from machine import date_line, machine_line, versions_line
+from measured_process import peak_of, run_child
 
 MAX_RATIO = 1.2
 ARRAY_NBYTES = 16 << 10
@@ -163,10 +162,9 @@ def measure(case: Case, reader: str, directory: pathlib.Path, nbytes: int) -> di
         restore = lambda: ocp.PyTreeCheckpointer().restore(path, restore_args=args)  # noqa: E731
     else:
         restore = lambda: ocp.StandardCheckpointer().restore(path, target)  # noqa: E731
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before, start = resident("VmRSS"), time.perf_counter()
-    state = jax.block_until_ready(restore())
-    seconds, peak = time.perf_counter() - start, resident("VmHWM")
+    start = time.perf_counter()
+    peak, state = peak_of(lambda: jax.block_until_ready(restore()))
+    seconds = time.perf_counter() - start
     leaves = jax.tree.leaves(state)
     data = [jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
     sums = [float(np.asarray(x).astype(np.float64).sum()) for x in data]
@@ -176,7 +174,7 @@ def measure(case: Case, reader: str, directory: pathlib.Path, nbytes: int) -> di
     return {
         "lands": lands,
         "distinct": distinct,
-        "peak": peak - before,
+        "peak": peak,
         "arrays": len(leaves),
         "seconds": seconds,
     }
@@ -195,30 +193,7 @@ def stock_target(path: pathlib.Path) -> Any:
     return jax.tree.map(abstract, metadata)
 
 
-def resident(name: str) -> int:
-    """Bytes of `VmRSS` or `VmHWM` of this process."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
-
-
 # In the process that starts them.
-
-
-def child(*arguments: str) -> Any:
-    result = subprocess.run([sys.executable, __file__, *arguments], check=False, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"{arguments}\n{result.stdout}\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def header() -> Iterator[str]:
-    from importlib import metadata
-
-    names = ("jax", "orbax-checkpoint", "tensorstore")
-    yield f"machine   {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
-    yield f"versions  Python {platform.python_version()}, {', '.join(f'{n} {metadata.version(n)}' for n in names)}"
 
 
 def main() -> int:
@@ -237,15 +212,15 @@ def main() -> int:
         else:
             print(json.dumps(measure(case, task, pathlib.Path(directory), nbytes)))
         return 0
-    print(*header(), "", sep="\n")
+    print(machine_line(), versions_line("jax", "orbax-checkpoint", "tensorstore"), date_line(), "", sep="\n")
     print(f"{'case':<26}{'reader':<8}{'lands MB':>9}{'distinct':>9}{'peak':>8}{'/ lands':>9}{'/ distinct':>11}{'s':>7}")
     missed = []
     for name in arguments.case or CASES:
         megabytes = str(CASES[name].megabytes or arguments.megabytes)
         with tempfile.TemporaryDirectory() as directory:
-            child("--megabytes", megabytes, "--child", "write", name, directory)
+            run_child(__file__, "--megabytes", megabytes, "--child", "write", name, directory)
             for reader in arguments.readers:
-                found = child("--megabytes", megabytes, "--child", reader, name, directory)
+                found = run_child(__file__, "--megabytes", megabytes, "--child", reader, name, directory)
                 ratio, of_distinct = found["peak"] / found["lands"], found["peak"] / found["distinct"]
                 print(
                     f"{name:<26}{reader:<8}{found['lands'] / 1e6:>9,.0f}{found['distinct'] / 1e6:>9,.0f}"
