@@ -25,7 +25,7 @@ from jax.sharding import Sharding
 
 from orbax_explicit._blocks import Blocks
 from orbax_explicit._boxes import Box, Shape, box_size, chunks_of, cut, intersect, whole_box
-from orbax_explicit._budget import Budget, gather_all
+from orbax_explicit._budget import Budget, batches, gather_all
 from orbax_explicit._errors import FormatError, Problem
 from orbax_explicit._records import dtype_itemsize
 from orbax_explicit._small_arrays import SMALL_NBYTES, decode_chunk, fill_block
@@ -182,8 +182,8 @@ async def read_arrays(
     reading = _Reading(store, keys, context, max_in_flight_nbytes)
     small = [i for i, read in enumerate(reads) if _is_small(read)]
     arrays: dict[int, Any] = {}
-    batches = [[(i, reads[i]) for i in batch] for batch in _batches(small, reads)]
-    for read in await gather_all(reading.read_small(batch) for batch in batches):
+    together = batches(small, lambda i: _known_nbytes(reads[i]), max_nbytes=_BATCH_NBYTES, max_items=_BATCH_ARRAYS)
+    for read in await gather_all(reading.read_small([(i, reads[i]) for i in batch]) for batch in together):
         arrays.update(read)
     large = [i for i in range(len(reads)) if i not in arrays]
     arrays.update(zip(large, await gather_all(reading.read_large(reads[i]) for i in large), strict=True))
@@ -192,23 +192,11 @@ async def read_arrays(
 
 def _is_small(read: ArrayRead) -> bool:
     """Whether an array is known to be small."""
-    known = read.known
-    return known is not None and known.nbytes <= SMALL_NBYTES
+    return read.known is not None and read.known.nbytes <= SMALL_NBYTES
 
 
-def _batches(small: Iterable[int], reads: Sequence[ArrayRead]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    nbytes = 0
-    for i in small:
-        known = reads[i].known
-        assert known is not None
-        batch.append(i)
-        nbytes += known.nbytes
-        if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_ARRAYS:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+def _known_nbytes(read: ArrayRead) -> int:
+    return read.known.nbytes if read.known is not None else 0
 
 
 class _Reading:
@@ -274,7 +262,7 @@ class _Reading:
 
     async def read_small(self, batch: Sequence[tuple[int, ArrayRead]]) -> dict[int, Any]:
         """Reads arrays as keys of the store, but for those that only TensorStore's driver can read."""
-        async with self._budget.reserved(2 * sum(array.known.nbytes for _, array in batch if array.known is not None)):
+        async with self._budget.reserved(2 * sum(_known_nbytes(array) for _, array in batch)):
             filled = await asyncio.to_thread(self._read_small, batch)
             for _, _, blocks in filled:
                 self._add_landing(blocks.nbytes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_explicit._boxes import Box, Shape, chunks_of, intersect, slices_within
-from orbax_explicit._budget import Budget, gather_all
+from orbax_explicit._budget import Budget, batches, gather_all
 from orbax_explicit._codecs import CodecPolicy
 from orbax_explicit._small_arrays import SMALL_NBYTES, encode_array
 from orbax_explicit._storage import ArrayStore, key_of
@@ -25,8 +26,11 @@ from orbax_explicit._storage import ArrayStore, key_of
 # Encoded chunks wait in memory until a data file is full.
 _MAX_IN_FLIGHT_NBYTES = 512 << 20
 
-# Small arrays are committed together, until there are so many bytes of them.
+# Small arrays are committed together, until there are so many bytes or so many arrays in a batch.
 _BATCH_NBYTES = 32 << 20
+_BATCH_ARRAYS = 1 << 16
+
+_nbytes = operator.attrgetter("nbytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,10 @@ async def write_arrays(
 
     await gather_all(
         itertools.chain(
-            (write_batch(batch) for batch in _batches(small)),
+            (
+                write_batch(batch)
+                for batch in batches(small, _nbytes, max_nbytes=_BATCH_NBYTES, max_items=_BATCH_ARRAYS)
+            ),
             (_write_large(write, store, keys, policy, context, budget) for write in large),
         )
     )
@@ -129,19 +136,6 @@ async def _write_large(
 
 
 # Small arrays: as keys.
-
-
-def _batches(writes: Iterable[ArrayWrite]) -> Iterator[list[ArrayWrite]]:
-    batch: list[ArrayWrite] = []
-    nbytes = 0
-    for write in writes:
-        batch.append(write)
-        nbytes += write.nbytes
-        if nbytes >= _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def _write_small(batch: Sequence[ArrayWrite], store: ArrayStore, keys: ts.KvStore, policy: CodecPolicy) -> None:

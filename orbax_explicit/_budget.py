@@ -1,4 +1,4 @@
-"""Bounding the bytes that are in flight, and ending well when one of many transfers fails.
+"""Bounding the bytes that are in flight, by batches and by a budget, and ending well when one of many transfers fails.
 
 TensorStore calls back into the event loop in which a transfer was started. So none is ever cancelled: what has failed
 keeps the others from starting, and the first error is raised when all have ended.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -76,6 +76,27 @@ class Budget:
                 self._in_flight_nbytes += nbytes
                 granted.set_result(None)
             self._waiting.popleft()
+
+
+def batches(items: Iterable[_T], nbytes: Callable[[_T], int], *, max_nbytes: int, max_items: int) -> Iterator[list[_T]]:
+    """Consecutive items in batches, each of at most so many items; it ends when it has so many bytes.
+
+    Args:
+        items: The items.
+        nbytes: Bytes of an item.
+        max_nbytes: Bytes at which a batch ends.
+        max_items: Items at which a batch ends.
+    """
+    batch: list[_T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += nbytes(item)
+        if total >= max_nbytes or len(batch) == max_items:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -16,7 +16,7 @@ from etils import epath
 
 from orbax_explicit._errors import FormatError, Problem
 from orbax_explicit._framing import DIGEST_NBYTES, Frame, digest
-from orbax_explicit._storage import OCDBT_MANIFEST
+from orbax_explicit._storage import OCDBT_MANIFEST, ArrayStore, open_store
 
 DIGESTS_FILE = "explicit_digests.msgpack"
 
@@ -108,8 +108,9 @@ def list_small_files(directory: epath.Path) -> list[str]:
     if (directory / _DIRECTORY).exists():
         names += [f"{_DIRECTORY}/{file.name}" for file in (directory / _DIRECTORY).iterdir()]
     if not (directory / OCDBT_MANIFEST).exists():
-        found = [file for name in _ZARR_FILES for file in directory.glob(f"**/{name}")]
-        names += [file.relative_to(directory).as_posix() for file in found]
+        store = ArrayStore(directory=directory.as_posix(), use_ocdbt=False, use_zarr3=False)
+        files = [key.decode() for key in open_store(store).list().result()]
+        names += [file for file in files if file.rpartition("/")[2] in _ZARR_FILES]
     return sorted(names)
 
 

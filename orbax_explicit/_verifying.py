@@ -11,7 +11,7 @@ import concurrent.futures
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_explicit._boxes import Box, box_size, chunks_of, intersect, whole_box
+from orbax_explicit._budget import batches
 from orbax_explicit._digests import DIGESTS_FILE, Digests, list_small_files, read_digests
 from orbax_explicit._errors import FormatError
 from orbax_explicit._records import LeafRecord, Manifest, ValueRecord, path_text, plural, storage_name
@@ -287,7 +288,8 @@ class _Verification:
             self._damages.append(Damage(what=f"cannot open the arrays: {error_text(error)}", file=_file_in(error)))
             return 0
         arrays = self._open_arrays(manifest, store, keys)
-        tasks = list(_tasks(chunk for array in arrays for chunk in _chunks(array, store)))
+        chunks = (chunk for array in arrays for chunk in _chunks(array, store))
+        tasks = list(batches(chunks, lambda chunk: chunk.nbytes, max_nbytes=_TASK_NBYTES, max_items=_TASK_CHUNKS))
         total = sum(chunk.nbytes for task in tasks for chunk in task)
         done = 0
         with concurrent.futures.ThreadPoolExecutor(_WORKERS) as executor:
@@ -372,19 +374,6 @@ def _chunks(array: _Array, store: ArrayStore) -> Iterator[_Chunk]:
     if chunk is not None:
         for place, box in chunks_of(whole_box(array.zarr.shape), chunk):
             yield _Chunk(array=array, key=store.chunk_key(place), box=box)
-
-
-def _tasks(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
-    task: list[_Chunk] = []
-    nbytes = 0
-    for chunk in chunks:
-        task.append(chunk)
-        nbytes += chunk.nbytes
-        if nbytes >= _TASK_NBYTES or len(task) == _TASK_CHUNKS:
-            yield task
-            task, nbytes = [], 0
-    if task:
-        yield task
 
 
 _Finding: TypeAlias = "tuple[_Chunk, str, Exception]"

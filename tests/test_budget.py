@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_explicit._budget import Budget, NotStarted, gather_all
+from orbax_explicit._budget import Budget, NotStarted, batches, gather_all
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=12), st.randoms(use_true_random=False))
@@ -200,3 +200,18 @@ def test_an_error_is_raised_when_all_have_ended() -> None:
     with pytest.raises(OSError, match="early"):
         asyncio.run(gather_all([raises(OSError("early")), slow()]))
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("items", "limits", "expected"),
+    [
+        pytest.param([], (10, 10), [], id="nothing"),
+        pytest.param([3, 3, 3, 3], (6, 10), [[3, 3], [3, 3]], id="a batch ends when it has so many bytes"),
+        pytest.param([9, 1], (6, 10), [[9], [1]], id="an item that has more is in one"),
+        pytest.param([1, 1, 1], (6, 2), [[1, 1], [1]], id="or so many items"),
+        pytest.param([0, 0, 0], (6, 10), [[0, 0, 0]], id="the last one ends with the items"),
+    ],
+)
+def test_batches(items, limits, expected) -> None:
+    """Consecutive items, each in one batch."""
+    assert list(batches(items, lambda nbytes: nbytes, max_nbytes=limits[0], max_items=limits[1])) == expected

@@ -23,7 +23,9 @@ def sharded(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(n * parts for n, parts in dims), tuple(n for n, _ in dims)
 
 
-@given(sharded(), st.sampled_from((1, 2, 4, 8)), st.integers(1, 200), st.lists(st.integers(-1, 4), max_size=2).map(tuple))
+@given(
+    sharded(), st.sampled_from((1, 2, 4, 8)), st.integers(1, 200), st.lists(st.integers(-1, 4), max_size=2).map(tuple)
+)
 def test_no_chunk_lies_in_two_shards(shapes, itemsize, max_nbytes, prefer) -> None:
     """And all chunks together cover each shard, since every process writes only its own."""
     shape, shard = shapes

@@ -591,7 +591,6 @@ class TestOneFlippedBit:
         silent = [outcome.value["name"] for outcome in outcomes if (outcome.error, outcome.warned) == ("", ())]
         assert any(text != "a text of some length" for text in silent)
 
-
     @pytest.mark.parametrize("kind", ["jax.Array", "NumPy array"])
     def test_ours_refuses_the_array_and_so_does_stock(self, path, stock, kind):
         values = np.random.default_rng(0).integers(0, 2**32, (64, 64), dtype=np.uint32)
