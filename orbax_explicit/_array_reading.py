@@ -27,6 +27,7 @@ from orbax_explicit._blocks import Blocks
 from orbax_explicit._boxes import Box, Shape, box_size, chunks_of, cut, intersect, whole_box
 from orbax_explicit._budget import Budget, batches, gather_all
 from orbax_explicit._errors import FormatError, Problem
+from orbax_explicit._garbage import paused_collection
 from orbax_explicit._records import dtype_itemsize
 from orbax_explicit._small_arrays import SMALL_NBYTES, decode_chunk, fill_block
 from orbax_explicit._stock_json import UnreadableError
@@ -263,15 +264,17 @@ class _Reading:
     async def read_small(self, batch: Sequence[tuple[int, ArrayRead]]) -> dict[int, Any]:
         """Reads arrays as keys of the store, but for those that only TensorStore's driver can read."""
         async with self._budget.reserved(2 * sum(_known_nbytes(array) for _, array in batch)):
-            filled = await asyncio.to_thread(self._read_small, batch)
+            with paused_collection():
+                filled = await asyncio.to_thread(self._read_small, batch)
             for _, _, blocks in filled:
                 self._add_landing(blocks.nbytes)
                 blocks.expect(blocks.devices)
                 await blocks.finish(blocks.devices)
         arrays = {}
-        for i, array, blocks in filled:
-            with array.flags():
-                arrays[i] = blocks.result()
+        with paused_collection():
+            for i, array, blocks in filled:
+                with array.flags():
+                    arrays[i] = blocks.result()
         return arrays
 
     def _read_small(self, batch: Sequence[tuple[int, ArrayRead]]) -> list[tuple[int, ArrayRead, Blocks]]:

@@ -32,6 +32,7 @@ from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
 from orbax_explicit._containers import rebuild_tree, storage_tree
 from orbax_explicit._digests import read_digests, write_digests
 from orbax_explicit._errors import Problem, SaveRefusedError
+from orbax_explicit._garbage import paused_collection
 from orbax_explicit._host_handlers import ExplicitNumpyHandler, ExplicitScalarHandler
 from orbax_explicit._leaf_reading import read_leaves
 from orbax_explicit._policy import RestorePolicy, checked_policy
@@ -122,16 +123,17 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             await_directories()
             raise
         await _let_siblings_refuse()
-        futures = await self._trees.async_save(
-            directory,
-            args=ocp.args.PyTreeSave(
-                item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
-                save_args=storage_tree(
-                    captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
+        with paused_collection():
+            futures = await self._trees.async_save(
+                directory,
+                args=ocp.args.PyTreeSave(
+                    item=storage_tree(captured.manifest.tree, lambda path: _storable(captured, path)),
+                    save_args=storage_tree(
+                        captured.manifest.tree, lambda path: save_args.get(path_names(path)) or ocp.SaveArgs()
+                    ),
+                    custom_metadata=args.custom_metadata,
                 ),
-                custom_metadata=args.custom_metadata,
-            ),
-        )
+            )
         commits = list(futures or [])
         if self._primary_host in (None, jax.process_index()):
             write = asyncio.to_thread(write_records, directory, captured.manifest)
