@@ -26,6 +26,7 @@ from jax.sharding import Sharding
 from orbax_explicit._blocks import Blocks
 from orbax_explicit._boxes import Box, Shape, box_size, chunks_of, cut, intersect, whole_box
 from orbax_explicit._budget import Budget, batches, gather_all
+from orbax_explicit._digests import Digests
 from orbax_explicit._errors import FormatError, Problem
 from orbax_explicit._garbage import paused_collection
 from orbax_explicit._records import dtype_itemsize
@@ -159,6 +160,7 @@ async def read_arrays(
     *,
     context: ts.Context | None = None,
     max_in_flight_nbytes: int | None = None,
+    digests: Digests | None = None,
 ) -> list[Any]:
     """Reads arrays; of each the blocks that land on this process's devices.
 
@@ -168,6 +170,7 @@ async def read_arrays(
         context: TensorStore context to open the store in; None for a new one.
         max_in_flight_nbytes: Bytes that reading may need at a time beside what lands, if that is less than a share of
             what lands. A single chunk may need more.
+        digests: Digests of the item's small files: without OCDBT the Zarr metadata are such files; None for none.
 
     Returns:
         A `jax.Array` for each, or a NumPy array where it has no sharding.
@@ -180,7 +183,7 @@ async def read_arrays(
     context = context or new_context()
     with _naming(reads[0].text if len(reads) == 1 else "the arrays"):
         keys = await ts.KvStore.open(store.spec(), context=context)
-    reading = _Reading(store, keys, context, max_in_flight_nbytes)
+    reading = _Reading(store, keys, context, max_in_flight_nbytes, digests or Digests(files=None))
     small = [i for i, read in enumerate(reads) if _is_small(read)]
     arrays: dict[int, Any] = {}
     together = batches(small, lambda i: _known_nbytes(reads[i]), max_nbytes=_BATCH_NBYTES, max_items=_BATCH_ARRAYS)
@@ -204,9 +207,15 @@ class _Reading:
     """One call of `read_arrays`: the open store, and what may be in flight."""
 
     def __init__(
-        self, store: ArrayStore, keys: ts.KvStore, context: ts.Context, max_in_flight_nbytes: int | None
+        self,
+        store: ArrayStore,
+        keys: ts.KvStore,
+        context: ts.Context,
+        max_in_flight_nbytes: int | None,
+        digests: Digests,
     ) -> None:
         self._store = store
+        self._digests = digests
         self._keys = keys
         self._context = context
         self._max_nbytes = max_in_flight_nbytes
@@ -240,9 +249,8 @@ class _Reading:
         if array.known is not None:
             array.known.check(array.text, tuple(store.shape), store.dtype.name)
             if not self._store.use_ocdbt:
-                # A file of its own, which nothing checks.
                 key = key_of(array.name, self._store.metadata_file)
-                _parse(array, (await asyncio.to_thread(read_keys, self._keys, [key]))[0])
+                self._parse(array, (await asyncio.to_thread(read_keys, self._keys, [key]))[0])
         blocks = array.blocks(tuple(store.shape), store.dtype.numpy_dtype)
         self._add_landing(blocks.nbytes)
         pieces = list(_pieces(blocks.devices, store, self._budget.nbytes // _PIECES_IN_FLIGHT))
@@ -284,7 +292,7 @@ class _Reading:
         problems: list[Problem] = []
         for (i, array), value in zip(batch, found, strict=True):
             try:
-                zarr = _parse(array, value)
+                zarr = self._parse(array, value)
                 if zarr.chunk is None or zarr.encoding is None:
                     continue
                 blocks = array.blocks(zarr.shape, ts.dtype(zarr.dtype).numpy_dtype)
@@ -308,6 +316,27 @@ class _Reading:
             raise FormatError(*problems)
         return [(i, array, blocks) for i, array, _, blocks, _ in opened]
 
+    def _parse(self, array: ArrayRead, value: StoredValue) -> ZarrArray:
+        """The Zarr metadata of an array, as it was recorded.
+
+        Raises:
+            FormatError: They are missing or damaged, or those of another array.
+        """
+        if not isinstance(value, bytes):
+            raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {_lost_text(value)}"))
+        if not self._store.use_ocdbt:
+            # A file of its own, which nobody else checks.
+            self._digests.check(key_of(array.name, self._store.metadata_file), value)
+        try:
+            zarr = _parse_zarr(value)
+        except UnreadableError as error:
+            raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {error}")) from error
+        assert array.known is not None
+        # Neither Orbax nor this package writes the highest byte first: one bit of the metadata says that they did.
+        order = "" if zarr.is_little_endian else "big-endian "
+        array.known.check(array.text, zarr.shape, f"{order}{zarr.dtype}")
+        return zarr
+
     def _fill_small(
         self, array: ArrayRead, zarr: ZarrArray, blocks: Blocks, values: Mapping[Shape, StoredValue]
     ) -> None:
@@ -326,25 +355,6 @@ class _Reading:
                 raise FormatError(_damage_problem(array.text, f"its chunk {key} is {_lost_text(value)}"))
         for block in blocks.devices:
             fill_block(blocks.buffer(block), block, zarr, chunks)
-
-
-def _parse(array: ArrayRead, value: StoredValue) -> ZarrArray:
-    """The Zarr metadata of an array, as it was recorded.
-
-    Raises:
-        FormatError: They are missing or damaged, or those of another array.
-    """
-    if not isinstance(value, bytes):
-        raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {_lost_text(value)}"))
-    try:
-        zarr = _parse_zarr(value)
-    except UnreadableError as error:
-        raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {error}")) from error
-    assert array.known is not None
-    # Neither Orbax nor this package writes the highest byte first: one bit of the metadata says that they did.
-    order = "" if zarr.is_little_endian else "big-endian "
-    array.known.check(array.text, zarr.shape, f"{order}{zarr.dtype}")
-    return zarr
 
 
 # Many arrays of a tree have the same.

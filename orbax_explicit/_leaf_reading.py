@@ -69,7 +69,9 @@ async def read_leaves(
     strings = await asyncio.to_thread(read_strings, directory, texts.values(), digests)
     values.update((path, strings[name]) for path, name in texts.items())
     store = await asyncio.to_thread(read_array_store, directory, digests)
-    arrays = await read_arrays([read for _, read in reads.values()], store, max_in_flight_nbytes=max_in_flight_nbytes)
+    arrays = await read_arrays(
+        [read for _, read in reads.values()], store, max_in_flight_nbytes=max_in_flight_nbytes, digests=digests
+    )
     read = {path: _keyed(array, outcome) for array, (path, (outcome, _)) in zip(arrays, reads.items(), strict=True)}
     if strict:
         _check_against_record(read, (outcome for outcome, _ in reads.values()))

@@ -154,9 +154,9 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
 
 def list_items(directory: epath.Path) -> list[epath.Path]:
     """The directories in a step of a `CheckpointManager` that hold a tree; the step itself, if it holds one."""
-    if _is_item(directory):
+    if is_item(directory):
         return [directory]
-    return [child for child in _children(directory) if child.is_dir() and _is_item(child)]
+    return [child for child in _children(directory) if child.is_dir() and is_item(child)]
 
 
 def _children(directory: epath.Path) -> list[epath.Path]:
@@ -165,5 +165,6 @@ def _children(directory: epath.Path) -> list[epath.Path]:
     return [child for child in children if _UNFINISHED not in child.name]
 
 
-def _is_item(directory: epath.Path) -> bool:
+def is_item(directory: epath.Path) -> bool:
+    """Whether a directory holds a tree that Orbax saved."""
     return _stock.is_checkpoint_item(directory) or (directory / FILE_NAME).exists()

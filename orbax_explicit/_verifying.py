@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint to say whether it is whole, without restoring it.
+"""Reading all of a checkpoint to say whether it is whole, without restoring it.
 
 What is read: the record, Orbax's small files, the metadata and every chunk of every array. What is told: which of them
 do not have their checksum, or cannot be decoded, or are missing; and which arrays carry no checksum, so that nobody can
@@ -8,6 +8,7 @@ tell. Needs no device, and memory for a few chunks.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import re
@@ -22,12 +23,20 @@ from etils import epath
 from orbax_explicit._boxes import Box, box_size, chunks_of, intersect, whole_box
 from orbax_explicit._budget import batches
 from orbax_explicit._digests import DIGESTS_FILE, Digests, list_small_files, read_digests
-from orbax_explicit._errors import FormatError
+from orbax_explicit._errors import CheckpointLayoutError, FormatError, Problem
 from orbax_explicit._records import LeafRecord, Manifest, ValueRecord, path_text, plural, storage_name
-from orbax_explicit._sidecar import FILE_NAME, find_item, is_recorded, list_items, read_item_manifest
+from orbax_explicit._sidecar import (
+    FILE_NAME,
+    find_item,
+    is_item,
+    is_recorded,
+    list_items,
+    read_array_records,
+    read_item_manifest,
+)
 from orbax_explicit._small_arrays import decode_chunk
 from orbax_explicit._stock import METADATA_FILE, read_array_store, read_stock_manifest
-from orbax_explicit._stock_json import UnreadableError
+from orbax_explicit._stock_json import UnreadableError, parse_json_object, read_file
 from orbax_explicit._storage import (
     OCDBT_MANIFEST,
     STORE_ERRORS,
@@ -36,6 +45,7 @@ from orbax_explicit._storage import (
     error_text,
     key_of,
     new_context,
+    open_store,
     read_keys,
 )
 from orbax_explicit._strings import STRINGS_FILE, read_strings
@@ -45,6 +55,10 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that have been checked and the bytes in all, as they are in memory; from one thread at a time."""
 
 _WORKERS = min(8, os.cpu_count() or 1)
+
+_STEP_NAME = re.compile(r"(|.*_)(\d+)")
+_STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
+_TREE_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
 
 # Small chunks are read together, until there are so many bytes or so many of them.
 _TASK_NBYTES = 4 << 20
@@ -109,6 +123,9 @@ class VerifyReport:
         """Whether nothing is wrong. What is unchecked is not."""
         return not self.problems
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __str__(self) -> str:
         found = plural(len(self.problems), "problem") if self.problems else "no problem"
         lines = [f"{self.path}: {found}; leaves: {self.leaves}, bytes of arrays: {self.nbytes}"]
@@ -119,7 +136,7 @@ class VerifyReport:
 
 
 def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
-    """Reads every byte of a checkpoint and says what is not as it was written.
+    """Reads all that a restore could read of a checkpoint, and says what is not as it was written.
 
     One process calls it; any can. It reads with several threads and holds a few chunks in memory.
 
@@ -138,10 +155,11 @@ def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> Ve
 
 
 def latest_good_step(root: Any, *, progress: Progress | None = None) -> int | None:
-    """The newest step of a `CheckpointManager` that verifies; None where none does.
+    """The newest step of a `CheckpointManager` that verifies; None where there is none.
 
-    A step verifies when each item in it that holds a tree does; items of other kinds are not looked at. One process
-    calls it.
+    A step verifies when each item in it that holds a tree does, and no item is gone that Orbax lists; of items of other
+    kinds no more is asked. Steps are directories named by a number, with zeros or a prefix before it or without. Leaves
+    that carry no checksum do not keep a step from being good. One process calls it.
 
     Args:
         root: The manager, or its directory.
@@ -149,22 +167,58 @@ def latest_good_step(root: Any, *, progress: Progress | None = None) -> int | No
 
     Raises:
         FileNotFoundError: There is nothing at the path.
+        CheckpointLayoutError: What is there is a step or an item, not a root.
     """
     directory = epath.Path(getattr(root, "directory", root))
     if not directory.exists():
         raise FileNotFoundError(f"there is no checkpoint at {directory}")
-    steps = {step: child for child in directory.iterdir() if (step := _step_of(child)) is not None}
-    for step in sorted(steps, reverse=True):
-        items = list_items(steps[step])
-        if items and all(verify(item, progress=progress).ok for item in items):
-            return step
-    return None
+    if any(_STEP_NAME.fullmatch(item.name) is None or item == directory for item in list_items(directory)):
+        raise CheckpointLayoutError(
+            Problem(
+                could_not=f"cannot look for steps in {directory}: it is a step, or an item of one",
+                fix="pass the directory of the CheckpointManager, or verify this one",
+            )
+        )
+    steps = _steps(directory, listed=set(root.all_steps()) if hasattr(root, "all_steps") else None)
+    return next((step for step in sorted(steps, reverse=True) if _is_good(steps[step], progress)), None)
 
 
-def _step_of(directory: epath.Path) -> int | None:
-    """The step that a directory of a `CheckpointManager` holds, whatever its prefix and padding; None for none."""
-    match = re.fullmatch(r"(?:.*_)?(\d+)", directory.name)
-    return int(match[1]) if match and directory.is_dir() else None
+def _steps(root: epath.Path, *, listed: set[int] | None) -> dict[int, epath.Path]:
+    """The directory of each step. Of directories with several prefixes, those without one, or those that are listed."""
+    by_prefix: dict[str, dict[int, epath.Path]] = {}
+    for child in root.iterdir():
+        match = _STEP_NAME.fullmatch(child.name)
+        if match and child.is_dir():
+            by_prefix.setdefault(match[1], {})[int(match[2])] = child
+    if listed is not None:
+        by_prefix = {prefix: steps for prefix, steps in by_prefix.items() if listed <= steps.keys()}
+    if "" not in by_prefix and len(by_prefix) > 1:
+        raise CheckpointLayoutError(
+            Problem(
+                could_not=f"cannot tell which directories of {root} are steps",
+                present=f"names with the prefixes {', '.join(sorted(by_prefix))}",
+                fix="pass the CheckpointManager itself",
+            )
+        )
+    steps = by_prefix.get("") or next(iter(by_prefix.values()), {})
+    return {step: path for step, path in steps.items() if listed is None or step in listed}
+
+
+def _is_good(step: epath.Path, progress: Progress | None) -> bool:
+    if any(not is_item(step / name) for name in _listed_trees(step)):
+        return False
+    items = list_items(step)
+    return bool(items) and all(verify(item, progress=progress).ok for item in items)
+
+
+def _listed_trees(step: epath.Path) -> list[str]:
+    """Names of the items of a step that hold trees, as far as Orbax lists them."""
+    try:
+        listed = parse_json_object(read_file(step / _STEP_METADATA_FILE) or b"{}").get("item_handlers")
+    except UnreadableError:
+        return []
+    handlers = listed if isinstance(listed, dict) else {}
+    return [name for name, handler in handlers.items() if any(kind in str(handler) for kind in _TREE_HANDLERS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +258,7 @@ class _Verification:
         self._unchecked: list[str] = []
         self._context = new_context()
         self._files: Mapping[str, str] | None = None
+        self._has_whole_record = False
 
     def run(self) -> VerifyReport:
         digests = self._read_digests()
@@ -211,8 +266,7 @@ class _Verification:
         self._check_small_files(digests, manifest)
         nbytes = 0
         if manifest is not None:
-            is_ours = manifest.inventory is not None and manifest.scope == "tree"
-            if is_ours and not (self._directory / DIGESTS_FILE).exists():
+            if self._has_whole_record and not (self._directory / DIGESTS_FILE).exists():
                 self._damages.append(Damage(what="the digests of the small files are missing", file=DIGESTS_FILE))
             self._check_texts(manifest, digests)
             nbytes = self._check_arrays(manifest)
@@ -253,15 +307,30 @@ class _Verification:
                 self._note(error, name, affects=(leaf,) if leaf is not None else ())
 
     def _read_manifest(self) -> Manifest | None:
+        is_own = is_recorded(self._directory)
+        if is_own:
+            try:
+                recorded = read_array_records(self._directory)
+                self._has_whole_record = recorded.scope == "tree"
+            except FormatError as error:
+                self._note(error, FILE_NAME)
+                is_own = False
         try:
-            return read_item_manifest(self._directory)
+            # Without its record, what stock Orbax wrote names the arrays as well.
+            return read_item_manifest(self._directory) if is_own else read_stock_manifest(self._directory)
         except FormatError as error:
-            self._note(error, FILE_NAME if is_recorded(self._directory) else METADATA_FILE)
-        try:
-            # What stock Orbax wrote names the arrays as well.
-            return read_stock_manifest(self._directory)
-        except FormatError:
+            if not self._damages:
+                self._note(error, self._lost_file())
             return None
+
+    def _lost_file(self) -> str:
+        """The file without which the leaves of a stock checkpoint cannot be told."""
+        try:
+            store = read_array_store(self._directory, Digests(files=None))
+        except FormatError:
+            return METADATA_FILE
+        has_list = not store.use_ocdbt or (self._directory / OCDBT_MANIFEST).exists()
+        return METADATA_FILE if has_list else OCDBT_MANIFEST
 
     def _check_texts(self, manifest: Manifest, digests: Digests) -> None:
         texts = {storage_name(path): path_text(path) for path, leaf in manifest.leaves.items() if _is_text(leaf)}
@@ -311,11 +380,14 @@ class _Verification:
             if not any(damage.file == METADATA_FILE for damage in self._damages):
                 self._note(error, METADATA_FILE)
             # Its damage is told; the arrays can be found without it.
-            return ArrayStore(
-                directory=os.fspath(self._directory),
-                use_ocdbt=(self._directory / OCDBT_MANIFEST).exists(),
-                use_zarr3=False,
-            )
+            use_ocdbt = (self._directory / OCDBT_MANIFEST).exists()
+            store = ArrayStore(directory=os.fspath(self._directory), use_ocdbt=use_ocdbt, use_zarr3=True)
+            try:
+                found = open_store(store, self._context).list().result()
+            except STORE_ERRORS:
+                found = []
+            use_zarr3 = any(key.decode().endswith(store.metadata_file) for key in found)
+            return dataclasses.replace(store, use_zarr3=use_zarr3)
 
     def _open_arrays(self, manifest: Manifest, store: ArrayStore, keys: ts.KvStore) -> list[_Array]:
         leaves = {storage_name(path): (path, leaf) for path, leaf in manifest.leaves.items() if not _is_text(leaf)}

@@ -330,8 +330,22 @@ def test_an_array_that_is_not_the_recorded_one_is_an_error_before_it_is_read(
         checkpointer.wait_until_finished()
         file = tmp_path / "a" / "w" / ".zarray"
         file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+        (tmp_path / "a" / "explicit_digests.msgpack").unlink()  # Which would tell of any change.
         with pytest.raises(oxe.FormatError, match="cannot restore w: what is stored is"):
             checkpointer.restore(tmp_path / "a", {"w": jax.ShapeDtypeStruct((8, 8), dtype)})
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["a large array", "a small array"])
+def test_without_a_database_damaged_metadata_of_an_array_are_an_error(tmp_path, monkeypatch, small):
+    """Also where they would be read: here a square array would come back transposed."""
+    monkeypatch.setattr(_array_reading, "SMALL_NBYTES", small)
+    with oxe.StandardCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": jnp.arange(64.0).reshape(8, 8)})
+        checkpointer.wait_until_finished()
+        file = tmp_path / "a" / "w" / ".zarray"
+        file.write_text(file.read_text().replace('"order":"C"', '"order":"F"'))
+        with pytest.raises(oxe.FormatError, match=r"cannot trust w/\.zarray"):
+            checkpointer.restore(tmp_path / "a")
 
 
 @pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["", "Zarr 3", "no OCDBT"])

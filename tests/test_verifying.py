@@ -239,6 +239,44 @@ def test_a_path_that_is_no_item_is_an_error(saved, path, error):
         oxe.verify(saved.parent / path)
 
 
+def test_a_report_is_true_where_nothing_is_wrong(saved):
+    """As `report.ok` is."""
+    assert oxe.verify(saved)
+    (saved / "_METADATA").unlink()
+    assert not oxe.verify(saved)
+
+
+def test_what_stock_saved_under_register_verifies(tmp_path, mesh):
+    """Its record is of the arrays alone; nobody wrote digests of the small files, nor checksums of other leaves."""
+    with oxe.registered(), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": place(mesh, matrix(), P("d")), "host": np.arange(3)})
+    report = oxe.verify(tmp_path / "a")
+    assert report.ok
+    assert report.unchecked == ("_METADATA", "_sharding", "array_metadatas/process_0", "host")
+    change(tmp_path / "a" / "explicit_sharding.msgpack")
+    (damage,) = oxe.verify(tmp_path / "a").problems
+    assert damage.file == "explicit_sharding.msgpack"
+
+
+def test_the_lost_list_of_leaves_is_all_that_is_told(tmp_path, mesh):
+    """The arrays are found without it, in Zarr 3 too."""
+    with oxe.StandardCheckpointer(use_zarr3=True) as checkpointer:
+        checkpointer.save(tmp_path / "a", state_on(mesh))
+    (tmp_path / "a" / "_METADATA").unlink()
+    report = oxe.verify(tmp_path / "a")
+    assert [damage.file for damage in report.problems] == ["_METADATA"]
+    assert report.nbytes == 256 * 1024 * 4 + 8 * 8 * 4 + 7 * 8 + 8
+
+
+def test_of_a_stock_checkpoint_the_lost_database_is_named(tmp_path):
+    """Not the file that lists the leaves, which is whole."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": jnp.arange(3)})
+    (tmp_path / "a" / "manifest.ocdbt").unlink()
+    (damage,) = oxe.verify(tmp_path / "a").problems
+    assert damage.file == "manifest.ocdbt"
+
+
 # Steps.
 
 
@@ -284,6 +322,49 @@ def test_every_item_of_a_step_must_verify(tmp_path, mesh):
     assert oxe.latest_good_step(tmp_path) == 4
     (tmp_path / "step_00000004" / "b" / "manifest.ocdbt").unlink()
     assert oxe.latest_good_step(tmp_path) == 3
+
+
+def test_directories_that_are_no_steps_are_passed_over(steps):
+    """A copy under another name is nothing that the manager could restore."""
+    shutil.copytree(steps / "1", steps / "old_99")
+    assert oxe.latest_good_step(steps) == 10
+
+
+def test_a_manager_knows_its_steps(tmp_path, mesh):
+    """Also where a directory without its prefix lies beside them."""
+    options = ocp.CheckpointManagerOptions(step_prefix="ckpt")
+    handler = oxe.ExplicitCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler, options=options) as manager:
+        manager.save(3, args=oxe.args.ExplicitSave(state_on(mesh)))
+        manager.wait_until_finished()
+        shutil.copytree(tmp_path / "ckpt_3", tmp_path / "9")
+        assert oxe.latest_good_step(manager) == 3
+
+
+def test_a_step_that_has_lost_an_item_is_not_good(tmp_path, mesh):
+    """Orbax lists the items of a step."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            args = {"a": oxe.args.ExplicitSave(state_on(mesh)), "b": oxe.args.ExplicitSave({"x": jnp.arange(3)})}
+            manager.save(step, args=ocp.args.Composite(**args))
+    shutil.rmtree(tmp_path / "2" / "b")
+    assert oxe.latest_good_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("path", ["10", "10/default"], ids=["a step", "an item"])
+def test_a_step_is_no_root(steps, path):
+    """None would look as if everything were damaged."""
+    with pytest.raises(oxe.CheckpointLayoutError, match="it is a step, or an item of one"):
+        oxe.latest_good_step(steps / path)
+
+
+def test_directories_that_may_or_may_not_be_steps_are_an_error(steps):
+    """With several prefixes and none without, only the manager knows."""
+    for step in ("1", "2"):
+        (steps / step).rename(steps / f"a_{step}")
+    (steps / "10").rename(steps / "b_10")
+    with pytest.raises(oxe.CheckpointLayoutError, match="prefixes a_, b_"):
+        oxe.latest_good_step(steps)
 
 
 def test_of_a_root_that_is_not_there_there_is_no_step(tmp_path):
