@@ -326,7 +326,10 @@ class _Reading:
             raise FormatError(_damage_problem(array.text, f"its Zarr metadata are {_lost_text(value)}"))
         if not self._store.use_ocdbt:
             # A file of its own, which nobody else checks.
-            self._digests.check(key_of(array.name, self._store.metadata_file), value)
+            try:
+                self._digests.check(key_of(array.name, self._store.metadata_file), value)
+            except FormatError as error:
+                raise FormatError(_damage_problem(array.text, "its Zarr metadata are not what was written")) from error
         try:
             zarr = _parse_zarr(value)
         except UnreadableError as error:

@@ -21,6 +21,7 @@ import orbax_explicit as oxe
 from orbax_explicit import _array_reading, _array_shares, _blocks
 from orbax_explicit._array_reading import ArrayRead, Known, read_arrays
 from orbax_explicit._binding import UncommittedSharding
+from orbax_explicit._digests import Digests
 from orbax_explicit._storage import ArrayStore
 
 VERSIONS = pytest.mark.parametrize("use_zarr3", [False, True], ids=["Zarr 2", "Zarr 3"])
@@ -378,7 +379,7 @@ def test_what_may_be_in_flight_is_a_share_of_what_lands():
     least = _array_reading._MIN_IN_FLIGHT_NBYTES
     store = ArrayStore(directory="/nowhere", use_ocdbt=False, use_zarr3=True)
     keys = ts.KvStore.open("memory://").result()
-    reading = _array_reading._Reading(store, keys, ts.Context(), 10 * least)
+    reading = _array_reading._Reading(store, keys, ts.Context(), 10 * least, Digests(files=None))
     budget = reading._budget
     assert budget.nbytes == least
     reading._add_landing(2 * least * _array_reading._SHARE)
