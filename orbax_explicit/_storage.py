@@ -146,7 +146,8 @@ def key_of(name: str, part: str) -> str:
         name: Name of the array; empty where it is the whole tree.
         part: Last part of the key.
     """
-    return f"{name}/{part}" if name else part
+    # As TensorStore does: one "/" behind a name that does not end in one.
+    return f"{name}/{part}" if name and not name.endswith("/") else f"{name}{part}"
 
 
 def open_store(store: ArrayStore, context: ts.Context | None = None) -> ts.KvStore:

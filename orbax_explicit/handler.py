@@ -36,7 +36,7 @@ from orbax_explicit._garbage import paused_collection
 from orbax_explicit._host_handlers import ExplicitNumpyHandler, ExplicitScalarHandler
 from orbax_explicit._leaf_reading import read_leaves
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._records import LeafPath, path_names
+from orbax_explicit._records import LeafPath, dtype_itemsize, path_names, path_text
 from orbax_explicit._restoring import bind_restore
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._stock import read_array_store
@@ -63,8 +63,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         self,
         *,
         policy: RestorePolicy | None = None,
-        save_concurrent_gb: int = _DEFAULT_CONCURRENT_GB,
-        restore_concurrent_gb: int = _DEFAULT_CONCURRENT_GB,
+        save_concurrent_gb: int | None = _DEFAULT_CONCURRENT_GB,
+        restore_concurrent_gb: int | None = _DEFAULT_CONCURRENT_GB,
         multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
         use_ocdbt: bool = True,
         use_zarr3: bool = False,
@@ -76,8 +76,8 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         Args:
             policy: The choices for restores that bring none of their own.
-            save_concurrent_gb: Gigabytes that may be in flight to storage at once.
-            restore_concurrent_gb: Gigabytes that may be in flight from storage at once.
+            save_concurrent_gb: Gigabytes that may be in flight to storage at once; None for the default.
+            restore_concurrent_gb: Gigabytes that may be in flight from storage at once; None for the default.
             multiprocessing_options: Which process is the primary one, and which take part.
             use_ocdbt: Whether to store arrays in an OCDBT database rather than in a directory each.
             use_zarr3: Whether to write Zarr version 3 rather than 2.
@@ -94,7 +94,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
         codec_policy = CodecPolicy(checksum=checksum, compression=compression)
         codec_policy.check_format(use_zarr3=use_zarr3)
         self._policy = checked_policy(policy)
-        self._restore_concurrent_nbytes = restore_concurrent_gb * 10**9
+        self._restore_concurrent_nbytes = restore_concurrent_gb * 10**9 if restore_concurrent_gb is not None else None
         self._use_ocdbt = use_ocdbt
         self._primary_host = options.primary_host
         self._trees = ocp.PyTreeCheckpointHandler(
@@ -170,6 +170,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
                     fix="give save_args the structure of the tree",
                 )
             )
+        _check_chunk_arguments(captured, save_args)
         return captured, save_args
 
     def save(self, directory: epath.Path, args: ExplicitSave | ocp.args.StandardSave) -> None:
@@ -341,6 +342,28 @@ def _leaf_save_args(save_args: PyTree | None) -> Mapping[tuple[str, ...], ocp.Sa
         ocp.tree.str_keypath(keypath): arg if arg.dtype is None else dataclasses.replace(arg, dtype=_dtype(arg.dtype))
         for keypath, arg in flat
     }
+
+
+def _check_chunk_arguments(captured: CapturedTree, save_args: Mapping[tuple[str, ...], ocp.SaveArgs]) -> None:
+    """Refuses chunks that no array can be cut into, as stock Orbax does.
+
+    Raises:
+        SaveRefusedError: A chunk would hold no element, or be cut along a dimension that there is not.
+    """
+    wrong = []
+    for path, record in captured.manifest.leaves.items():
+        arg = save_args.get(path_names(path))
+        if arg is None or not record.dtype:
+            continue
+        least, dimensions = dtype_itemsize(record.dtype), len(record.stored_shape)
+        if arg.chunk_byte_size is not None and arg.chunk_byte_size < least:
+            why = f"cannot cut {path_text(path)} into chunks of {arg.chunk_byte_size} bytes"
+            wrong.append(Problem(could_not=why, affects=(path_text(path),), fix=f"at least {least}, or None"))
+        if any(not 0 <= axis < dimensions for axis in arg.shard_axes or ()):
+            why = f"cannot cut {path_text(path)} along shard_axes={tuple(arg.shard_axes)}"
+            wrong.append(Problem(could_not=why, affects=(path_text(path),), fix=f"it has {dimensions} dimensions"))
+    if wrong:
+        raise SaveRefusedError(*wrong)
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:

@@ -278,6 +278,50 @@ def test_chunks_are_bounded(tmp_path, mesh, monkeypatch):
     assert sizes == {"few": 32, "many": 128, "host": 32}
 
 
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        pytest.param({"chunk_byte_size": 0}, "into chunks of 0 bytes", id="no bytes"),
+        pytest.param({"chunk_byte_size": -1}, "into chunks of -1 bytes", id="fewer than none"),
+        pytest.param({"chunk_byte_size": 3}, "into chunks of 3 bytes", id="less than an element"),
+        pytest.param({"shard_axes": (2,)}, r"along shard_axes=\(2,\)", id="a dimension that there is not"),
+        pytest.param({"shard_axes": (-1,)}, r"along shard_axes=\(-1,\)", id="counted from the end"),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused_by_leaf_name(tmp_path, mesh, argument, words):
+    """Stock refuses them too."""
+    state = {"w": place(mesh, matrix(), P("d", "m"))}
+    with oxe.StandardCheckpointer() as checkpointer:
+        with pytest.raises(oxe.SaveRefusedError, match=f"cannot cut w {words}"):
+            checkpointer.save(tmp_path / "a", state, save_args={"w": ocp.SaveArgs(**argument)})
+        checkpointer.save(tmp_path / "a", state)
+
+
+def test_no_bound_on_transfers_is_the_default(tmp_path):
+    """As in stock's handlers."""
+    with oxe.StandardCheckpointer(save_concurrent_gb=None, restore_concurrent_gb=None) as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": jnp.arange(3)})
+        checkpointer.wait_until_finished()
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), {"w": jnp.arange(3)})
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["Zarr 2", "Zarr 3"])
+def test_a_key_that_ends_in_a_slash_is_where_stock_looks_for_it(tmp_path, use_zarr3):
+    """And ours finds what stock wrote: TensorStore sets no second one behind it."""
+    state = {"a/": jnp.arange(5.0), "large/": jnp.zeros((512, 512)), "host/": np.arange(3)}
+    with oxe.StandardCheckpointer(use_zarr3=use_zarr3) as checkpointer:
+        checkpointer.save(tmp_path / "ours", state)
+        checkpointer.wait_until_finished()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3)) as stock:
+            stock.save(tmp_path / "stock", args=ocp.args.PyTreeSave(state))
+            for name, value in stock.restore(tmp_path / "ours").items():
+                np.testing.assert_array_equal(value, state[name])
+        for path in ("ours", "stock"):
+            for name, value in checkpointer.restore(tmp_path / path).items():
+                np.testing.assert_array_equal(value, state[name])
+    assert oxe.verify(tmp_path / "ours").ok
+
+
 @pytest.mark.parametrize("shape", [(10007,), (509, 4), (2, 11)], ids=str)
 def test_an_array_that_is_not_split_is_cut_whatever_its_shape(tmp_path, mesh, monkeypatch, shape):
     """Zarr needs no divisors: what stands out beyond the array is padding."""

@@ -239,6 +239,14 @@ def test_a_path_that_is_no_item_is_an_error(saved, path, error):
         oxe.verify(saved.parent / path)
 
 
+@pytest.mark.parametrize("state", [{"a": "text"}, {"a": None}, {"a": "text", "b": ()}], ids=str)
+def test_a_tree_without_arrays_verifies(tmp_path, state):
+    """There is no store then."""
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+    assert oxe.verify(tmp_path / "a").ok
+
+
 def test_a_report_is_true_where_nothing_is_wrong(saved):
     """As `report.ok` is."""
     assert oxe.verify(saved)
