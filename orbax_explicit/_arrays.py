@@ -39,7 +39,7 @@ from orbax_explicit._capture import record_arrays
 from orbax_explicit._codecs import CodecPolicy
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import record_prng
-from orbax_explicit._param_info import directory_of, path_of, store_of, write_beside
+from orbax_explicit._param_info import context_of, directory_of, path_of, store_of, write_beside
 from orbax_explicit._policy import RestorePolicy, checked_array_policy
 from orbax_explicit._records import (
     ArrayRecord,
@@ -189,7 +189,7 @@ class ExplicitArrayHandler(ocp.type_handlers.ArrayHandler):
                 for info, arg in leaves
             ],
             store_of(infos[0], self._key),
-            context=infos[0].ts_context,
+            context=context_of(infos[0]),
             max_in_flight_nbytes=_compat.max_transfer_nbytes(infos[0]),
         )
         prng_impls = _compat.prng_impls(await self._store.read(checkpoint_dir=infos[0].parent_dir))

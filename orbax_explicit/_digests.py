@@ -16,6 +16,7 @@ from etils import epath
 
 from orbax_explicit._errors import FormatError, Problem
 from orbax_explicit._framing import DIGEST_NBYTES, Frame, digest
+from orbax_explicit._stock_json import UnreadableError, read_file
 from orbax_explicit._storage import OCDBT_MANIFEST, ArrayStore, open_store
 
 DIGESTS_FILE = "explicit_digests.msgpack"
@@ -97,6 +98,20 @@ def read_digests(directory: epath.Path) -> Digests:
                 for problem in error.problems
             )
         ) from error
+
+
+def read_checked(directory: epath.Path, name: str, digests: Digests) -> bytes:
+    """What a small file of an item holds.
+
+    Raises:
+        UnreadableError: It is missing, or cannot be read.
+        FormatError: It is not what was written.
+    """
+    data = read_file(directory / name)
+    digests.check(name, data)
+    if data is None:
+        raise UnreadableError("missing")
+    return data
 
 
 def list_small_files(directory: epath.Path) -> list[str]:

@@ -140,7 +140,7 @@ def _cast_int(stored: Any, outcome: Outcome, cast: Cast) -> Any:
 
 
 def _finished(stored: Any, outcome: Outcome, cast: Cast) -> Any:
-    """The leaf as it was, from what Orbax read."""
+    """The leaf as it was, from what was read."""
     placement = outcome.placement
     if not isinstance(placement, OnHost):
         return stored

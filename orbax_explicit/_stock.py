@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from etils import epath
 
-from orbax_explicit._digests import Digests
+from orbax_explicit._digests import Digests, read_checked
 from orbax_explicit._errors import FormatError, Problem, RecordError
 from orbax_explicit._records import (
     ArrayRecord,
@@ -100,10 +100,7 @@ def read_stock_manifest(directory: epath.Path) -> Manifest:
 
 def _read_tree_metadata(directory: epath.Path) -> StockTree:
     try:
-        data = read_file(directory / METADATA_FILE)
-        if data is None:
-            raise UnreadableError("missing")
-        return parse_tree_metadata(data)
+        return parse_tree_metadata(read_checked(directory, METADATA_FILE, Digests(files=None)))
     except UnreadableError as error:
         raise _metadata_error(directory, error) from error
 
@@ -129,11 +126,7 @@ def read_array_store(directory: epath.Path, digests: Digests) -> ArrayStore:
         FormatError: `_METADATA` is missing or damaged.
     """
     try:
-        data = read_file(directory / METADATA_FILE)
-        digests.check(METADATA_FILE, data)
-        if data is None:
-            raise UnreadableError("missing")
-        flags = parse_store_flags(data)
+        flags = parse_store_flags(read_checked(directory, METADATA_FILE, digests))
     except UnreadableError as error:
         raise _metadata_error(directory, error) from error
     return _array_store(directory, flags)

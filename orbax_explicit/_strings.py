@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from etils import epath
 
-from orbax_explicit._digests import Digests
+from orbax_explicit._digests import Digests, read_checked
 from orbax_explicit._errors import FormatError, Problem
-from orbax_explicit._stock_json import Json, UnreadableError, parse_json, read_file
+from orbax_explicit._stock_json import Json, UnreadableError, parse_json
 
 STRINGS_FILE = "_strings.json"
 
@@ -30,11 +30,7 @@ def read_strings(directory: epath.Path, names: Iterable[str], digests: Digests) 
     if not names:
         return {}
     try:
-        data = read_file(directory / STRINGS_FILE)
-        digests.check(STRINGS_FILE, data)
-        if data is None:
-            raise UnreadableError("missing")
-        document = parse_json(data)
+        document = parse_json(read_checked(directory, STRINGS_FILE, digests))
     except UnreadableError as error:
         raise FormatError(
             Problem(could_not=f"cannot read text from {STRINGS_FILE}: it is {error}", affects=tuple(names), fix=_FIX)
