@@ -23,6 +23,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Sharding
 
+from orbax_explicit._allocator import keep_freed_memory
 from orbax_explicit._blocks import Blocks
 from orbax_explicit._boxes import Box, Shape, box_size, chunks_of, cut, intersect, whole_box
 from orbax_explicit._budget import Budget, batches, gather_all
@@ -190,6 +191,8 @@ async def read_arrays(
     for read in await gather_all(reading.read_small([(i, reads[i]) for i in batch]) for batch in together):
         arrays.update(read)
     large = [i for i in range(len(reads)) if i not in arrays]
+    if large:
+        keep_freed_memory()
     arrays.update(zip(large, await gather_all(reading.read_large(reads[i]) for i in large), strict=True))
     return [arrays[i] for i in range(len(reads))]
 

@@ -51,6 +51,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_storage",
         "_small_arrays",
         "_budget",
+        "_allocator",
         "_garbage",
         "_array_writing",
         "_verifying",
