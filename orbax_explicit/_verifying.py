@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import tensorstore as ts
 from etils import epath
 
+from orbax_explicit._allocator import keep_freed_memory
 from orbax_explicit._boxes import Box, box_size, chunks_of, intersect, whole_box
 from orbax_explicit._budget import batches
 from orbax_explicit._digests import DIGESTS_FILE, Digests, list_small_files, read_digests
@@ -363,6 +364,7 @@ class _Verification:
         tasks = list(batches(chunks, lambda chunk: chunk.nbytes, max_nbytes=_TASK_NBYTES, max_items=_TASK_CHUNKS))
         total = sum(chunk.nbytes for task in tasks for chunk in task)
         done = 0
+        keep_freed_memory()
         with concurrent.futures.ThreadPoolExecutor(_WORKERS) as executor:
             check = functools.partial(_check_chunks, store=store, keys=keys, context=self._context)
             # In order, so that what is wrong is told in tree order; no more at a time than there are workers.
