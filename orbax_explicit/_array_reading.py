@@ -37,8 +37,8 @@ from orbax_explicit._storage import ArrayStore, StoredValue, error_text, key_of,
 from orbax_explicit._zarr import ZarrArray, parse_zarr
 
 # Reading may need one sixteenth of what lands. A restore is to take no more than 1.2 times what lands; the rest of that
-# is for what an allocator keeps back (for glibc, of chunks of 32 MB, twice what was in flight), and for Python's and
-# JAX's own objects.
+# is for what an allocator keeps back (glibc 64 MiB, see `_allocator`; of chunks of 32 MB, twice what was in flight), and
+# for Python's and JAX's own objects.
 _SHARE = 16
 
 # So much may always be in flight: a share of a small state would read its arrays one after the other.

@@ -34,7 +34,7 @@ def supplied_pages(mode: str) -> int:
     return int(result.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the threshold that follows what is freed is glibc's")
 def test_chunks_are_not_zeroed_again_by_the_kernel() -> None:
     """Kept, they are supplied once; given back, each of ten times."""
     assert supplied_pages("kept") < 2 * 8 * 768
