@@ -10,7 +10,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from orbax_explicit._policy import RestorePolicy
-from orbax_explicit.handler import ExplicitCheckpointHandler, ExplicitRestore, ExplicitSave, Unreduced
+from orbax_explicit._trees import Unreduced
+from orbax_explicit.handler import ExplicitCheckpointHandler, ExplicitRestore, ExplicitSave
 
 PyTree: TypeAlias = Any
 
