@@ -83,11 +83,8 @@ def record_tree(
     """
     walk = _Walk(save_dtypes or {}, reduce=reduce)
     root = walk.record(tree, ())
-    if not walk.refused:
-        if not isinstance(root, ContainerRecord):
-            walk.refuse((), Unrecordable("cannot save a tree that is a single leaf", "put it into a dict"))
-        elif not root.children:
-            walk.refuse((), Unrecordable("cannot save an empty tree", "save a tree with at least one leaf"))
+    if not walk.refused and isinstance(root, ContainerRecord) and not root.children:
+        walk.refuse((), Unrecordable("cannot save an empty tree", "save a tree with at least one leaf"))
     walk.refuse_shared_names()
     walk.refuse_text_that_orbax_cannot_address()
     if in_directories:

@@ -141,7 +141,7 @@ class LeafRecorder:
         if isinstance(sharding, NamedShardingRecord) and sharding.spec.unreduced:
             raise Unrecordable(
                 f"cannot save an array with a pending reduction, {sharding.spec}",
-                "unreduced='reduce' in save sums it first; or jax.reshard(x, spec) with a spec without unreduced axes",
+                "unreduced='reduce' sums it first, in save or in v1.context; or jax.reshard(x, spec) with a spec without unreduced axes",
             )
         committed = value.committed
         if committed and not self._spans_all_processes(value.sharding):

@@ -120,8 +120,13 @@ def write_records(directory: epath.Path, manifest: Manifest) -> None:
         (directory / _stock.SHARDING_FILE).write_bytes(sharding)
 
 
-def find_item(path: str | PathLike[str]) -> epath.Path:
-    """The directory of the item that `path` means; see `read_manifest` for what is raised."""
+def find_item(path: str | PathLike[str], *, prefer: str = "") -> epath.Path:
+    """The directory of the item that `path` means; see `read_manifest` for what is raised.
+
+    Args:
+        path: As for `read_manifest`.
+        prefer: Name of the item that is meant where there are several, if it is among them.
+    """
     directory = epath.Path(path)
     if not directory.exists():
         raise FileNotFoundError(f"there is no checkpoint at {directory}")
@@ -134,6 +139,8 @@ def find_item(path: str | PathLike[str]) -> epath.Path:
         return directory
     if len(items) == 1:
         return items[0]
+    if prefer in (item.name for item in items):
+        return directory / prefer
     if items:
         raise CheckpointLayoutError(
             Problem(

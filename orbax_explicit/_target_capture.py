@@ -26,6 +26,12 @@ from orbax_explicit._targets import TargetRecord
 PyTree: TypeAlias = Any
 
 
+class AsRecorded:
+    """A leaf of a target that asks for what was recorded."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedTarget:
     """A tree to restore into.
@@ -91,7 +97,9 @@ def _target_record(leaf: Any, recorder: LeafRecorder, impls: Mapping[Any, str]) 
         return TargetRecord(value_type=PYTHON_SCALARS[type(leaf)])
     if isinstance(leaf, str | bytes):
         return TargetRecord(value_type="str" if isinstance(leaf, str) else "bytes")
-    if _is_orbax_metadata(leaf):
+    if isinstance(leaf, type):
+        return _type_record(leaf)
+    if _is_metadata(leaf):
         return TargetRecord()
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise Unrecordable(
@@ -160,9 +168,29 @@ def _has_value(leaf: Any) -> bool:
     return leaf is ... or isinstance(leaf, np.ndarray | np.generic | str | bytes) or type(leaf) in PYTHON_SCALARS
 
 
-def _is_orbax_metadata(leaf: Any) -> bool:
-    """Whether a leaf is what Orbax's `metadata()` gives: it asks for what was recorded, in stock's own shape."""
-    return type(leaf).__module__.startswith("orbax.checkpoint")
+def _type_record(leaf: type) -> TargetRecord:
+    """What a class asks for, as v1 of Orbax has it: a value of it, whatever shape and dtype were recorded."""
+    if leaf in PYTHON_SCALARS:
+        return TargetRecord(value_type=PYTHON_SCALARS[leaf])
+    if leaf in (str, bytes):
+        return TargetRecord(value_type="str" if leaf is str else "bytes")
+    if issubclass(leaf, np.ndarray):
+        return TargetRecord(value_type="np.ndarray")
+    if issubclass(leaf, jax.Array | jax.ShapeDtypeStruct) or _is_metadata_type(leaf):
+        return TargetRecord()
+    raise Unrecordable(
+        f"cannot restore into a leaf that is the class {leaf.__module__}.{leaf.__qualname__}",
+        "use int, float, bool, complex, str, bytes, np.ndarray, jax.Array, or a leaf that says its shape and dtype",
+    )
+
+
+def _is_metadata(leaf: Any) -> bool:
+    """Whether a leaf is what `metadata()` of a handler gives: it asks for what was recorded, in stock's own shape."""
+    return _is_metadata_type(type(leaf))
+
+
+def _is_metadata_type(cls: type) -> bool:
+    return issubclass(cls, AsRecorded) or cls.__module__.startswith("orbax.checkpoint")
 
 
 def _key_dtypes(more: Iterable[str]) -> dict[Any, str]:

@@ -59,6 +59,7 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 _STEP_NAME = re.compile(r"(|.*_)(\d+)")
 _STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
+_V1_MARK = "orbax.checkpoint"
 _TREE_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
 
 # Small chunks are read together, until there are so many bytes or so many of them.
@@ -163,7 +164,7 @@ def latest_good_step(root: Any, *, progress: Progress | None = None) -> int | No
     that carry no checksum do not keep a step from being good. One process calls it.
 
     Args:
-        root: The manager, or its directory.
+        root: The manager, a `training.Checkpointer` of v1, or its directory.
         progress: As for `verify`, of each item in turn.
 
     Raises:
@@ -265,6 +266,7 @@ class _Verification:
         digests = self._read_digests()
         manifest = self._read_manifest()
         self._check_small_files(digests, manifest)
+        self._check_step()
         nbytes = 0
         if manifest is not None:
             if self._has_whole_record and not (self._directory / DIGESTS_FILE).exists():
@@ -306,6 +308,19 @@ class _Verification:
                 # Without a database the metadata of an array lie in its own directory.
                 leaf = leaves.get(name.rpartition("/")[0])
                 self._note(error, name, affects=(leaf,) if leaf is not None else ())
+
+    def _check_step(self) -> None:
+        """Whether v1 of Orbax would open the item. The file is Orbax's, written last, and has no digest."""
+        beside = self._directory.parent
+        try:
+            metadata = read_file(beside / _STEP_METADATA_FILE)
+            if metadata is not None:
+                parse_json_object(metadata)
+            elif (beside / _V1_MARK).exists():
+                raise UnreadableError("missing")
+        except UnreadableError as error:
+            what = f"Orbax's own metadata beside the item are {error}"
+            self._damages.append(Damage(what=what, file=f"../{_STEP_METADATA_FILE}"))
 
     def _read_manifest(self) -> Manifest | None:
         is_own = is_recorded(self._directory)

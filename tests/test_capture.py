@@ -548,12 +548,10 @@ def test_a_tree_has_a_greatest_depth():
     [
         pytest.param({}, "cannot save an empty tree", id="an empty dict"),
         pytest.param(None, "cannot save an empty tree", id="None"),
-        pytest.param(3, "cannot save a tree that is a single leaf", id="a bare value"),
-        pytest.param(np.ones(2), "cannot save a tree that is a single leaf", id="a bare array"),
     ],
 )
-def test_a_tree_without_a_container_of_something_is_refused(tree, reason):
-    """Orbax has no name for what would be stored."""
+def test_a_tree_without_a_leaf_is_refused(tree, reason):
+    """As in Orbax."""
     assert refusals(tree) == {reason: (".",)}
 
 

@@ -68,6 +68,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_arrays",
         "_host_handlers",
         "_leaf_reading",
+        "_trees",
         "handler",
         "args",
         "checkpointer",
