@@ -290,6 +290,7 @@ def breaches(outcome: Outcome) -> list[str]:
 _UNREAD = {
     "commit_success.txt": "that it is there says that the item was committed; nobody reads what is in it",
     "_CHECKPOINT_METADATA": "times, and the names of handlers: a checkpointer that has its handler needs neither",
+    "orbax.checkpoint": "the mark of v1: a checkpoint without it is read as one of v0, which keeps as much",
     "_sharding": "written for stock Orbax, which alone reads it",
     "array_metadatas/*": "written for stock Orbax, which alone reads it",
     "ocdbt.process_*/manifest.ocdbt": "of one process's database, which nobody opens after the merge",

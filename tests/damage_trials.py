@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp1
 import tensorstore as ts
 from damage import (
     DELETE,
@@ -51,6 +52,7 @@ from stock_readers import named_leaves
 from trees import Moments, host_state, place
 
 import orbax_explicit as oxe
+from orbax_explicit import v1 as oxe1
 from orbax_explicit._records import path_names, path_text
 from orbax_explicit.testing import DeviceProcessError, run_on_devices
 
@@ -123,20 +125,26 @@ class Variant:
 
     Attributes:
         options: Arguments of the handler.
-        is_managed: Whether a `CheckpointManager` writes it, as a step.
+        writer: Which of `fronts.FRONTS` writes it and reads it.
         processes: How many processes write it; they have eight devices together.
         without: Readers that cannot read it, damaged or not.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_managed: bool = False
+    writer: str = "StandardCheckpointer"
     processes: int = 1
     without: tuple[str, ...] = ()
 
     @property
+    def front(self) -> fronts.Front:
+        """Who writes and reads it."""
+        return fronts.FRONTS[self.writer]
+
+    @property
     def item(self) -> str:
         """The directory of the item below the checkpoint."""
-        return f"{fronts.STEP}/default" if self.is_managed else ""
+        item = self.front.item(pathlib.Path())
+        return "" if item == pathlib.Path() else str(item)
 
 
 VARIANTS = {
@@ -146,7 +154,8 @@ VARIANTS = {
     "Zarr 3, zstd": Variant({"use_zarr3": True, "compression": "zstd"}),
     "no OCDBT": Variant({"use_ocdbt": False}),
     "no OCDBT, Zarr 3": Variant({"use_ocdbt": False, "use_zarr3": True}),
-    "a manager's step": Variant(is_managed=True),
+    "a manager's step": Variant(writer="CheckpointManager"),
+    "v1": Variant(writer="v1"),
     # Stock Orbax asks for the very devices that saved.
     "two processes": Variant(processes=2, without=("stock",)),
 }
@@ -156,9 +165,18 @@ UNCHECKED = Variant({"checksum": None, "compression": None, "use_ocdbt": False})
 def write(variant: Variant, root: pathlib.Path) -> None:
     """Saves the state under `root`. Every process calls it."""
     saved = state(make_mesh())
-    if variant.is_managed:
+    if variant.writer == "CheckpointManager":
         with ocp.CheckpointManager(root, item_handlers=oxe.ExplicitCheckpointHandler(**variant.options)) as manager:
             manager.save(fronts.STEP, args=oxe.args.ExplicitSave(saved, save_args=save_args(saved)))
+    elif variant.writer == "v1":
+        base = ocp1.Context()
+        base.array.saving.scoped_storage_options_creator = lambda _, leaf: (
+            type(base.array.saving).StorageOptions(chunk_byte_size=CHUNK_NBYTES)
+            if isinstance(leaf, jax.Array)
+            else None
+        )
+        with oxe1.context(base=base, **variant.options):
+            oxe1.save(root, saved)
     else:
         with oxe.StandardCheckpointer(**variant.options) as checkpointer:
             checkpointer.save(root, saved, save_args=save_args(saved))
@@ -173,8 +191,8 @@ def readers(variant: Variant, saved: Any) -> dict[str, Callable[[pathlib.Path], 
     abstract = AbstractMesh((4, 2), ("d", "m"), axis_types=EXPLICIT)
     swapped = target(saved, lambda array: NamedSharding(abstract, swapped_spec(array)))
     everywhere = target(saved, lambda array: NamedSharding(mesh, P()))
-    front = fronts.FRONTS["CheckpointManager" if variant.is_managed else "StandardCheckpointer"]
-    read_stock = read_stock_step if variant.is_managed else read_stock_item
+    front = variant.front
+    read_stock = {"CheckpointManager": read_stock_step, "v1": read_stock_v1}.get(variant.writer, read_stock_item)
     every = {
         "same mesh": front.restore,
         "resharded": lambda root: front.restore(root, swapped, turned),
@@ -219,7 +237,16 @@ def read_stock_step(root: pathlib.Path, wanted: Any) -> Any:
         return manager.restore(fronts.STEP, args=args)
 
 
+def read_stock_v1(root: pathlib.Path, wanted: Any) -> Any:
+    return ocp1.load(root, as_stock_knows(wanted))
+
+
 def pytree_restore(wanted: Any) -> ocp.args.PyTreeRestore:
+    wanted = as_stock_knows(wanted)
+    return ocp.args.PyTreeRestore(item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
+
+
+def as_stock_knows(wanted: Any) -> Any:
     """With the values on the host as arrays, which stock Orbax reads them as, but for those of which it knows the type."""
 
     def known(leaf: Any) -> Any:
@@ -227,8 +254,7 @@ def pytree_restore(wanted: Any) -> ocp.args.PyTreeRestore:
             return np.frombuffer(leaf, np.uint8)
         return np.asarray(leaf) if isinstance(leaf, complex | np.generic) else leaf
 
-    wanted = jax.tree.map(known, wanted)
-    return ocp.args.PyTreeRestore(item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
+    return jax.tree.map(known, wanted)
 
 
 # What is right.
@@ -420,7 +446,9 @@ def _read(read: Callable[[pathlib.Path], Any], root: pathlib.Path, expected: Exp
     try:
         reading = expected.judge(read(root), is_ours=is_ours)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what is asked
-        is_known = not is_ours or isinstance(error, oxe.OrbaxExplicitError | FileNotFoundError)
+        # v1 itself looks for Orbax's list of the leaves before it asks a handler.
+        known = oxe.OrbaxExplicitError | FileNotFoundError | ocp1.errors.InvalidLayoutError
+        is_known = not is_ours or isinstance(error, known)
         affects = {name for problem in getattr(error, "problems", ()) for name in problem.affects}
         reading = Reading(
             RAISED if is_known else RAW, f"{type(error).__name__}: {error}"[:2000], 0, tuple(sorted(affects))

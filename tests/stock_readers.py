@@ -242,3 +242,48 @@ def restore_into_concrete(items: Mapping[str, pathlib.Path], wanted: Any) -> dic
 def assert_only_stock_is_here() -> None:
     """Fails where the package under test can be imported."""
     assert importlib.util.find_spec("orbax_explicit") is None
+
+
+# Each API of stock Orbax, at a path that any of them may have written.
+
+
+def load_v0(path: pathlib.Path, target: Any = None) -> Any:
+    """v1 keeps a tree one directory further down than v0."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path / "state" if (path / "state").exists() else path, target)
+
+
+LOADERS: Mapping[str, Reader] = {"stock v0": load_v0, "stock v1": ocp1.load}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came back: leaves, the structure as text, and which arrays are uncommitted; or the text of the error."""
+
+    leaves: Mapping[str, Seen]
+    structure: str
+    uncommitted: tuple[str, ...]
+    error: str = ""
+
+
+def load_each(loaders: Mapping[str, Reader], path: pathlib.Path) -> dict[str, Loaded]:
+    """What each loader makes of a checkpoint, without a target."""
+    return {name: look_at_load(load, path) for name, load in loaders.items()}
+
+
+def look_at_load(load: Reader, path: pathlib.Path, target: Any = None) -> Loaded:
+    """What a loader makes of a checkpoint."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = load(path, target)
+    except Exception as error:  # noqa: BLE001 - the test of this pair shows it
+        return Loaded({}, "", (), f"{type(error).__name__}: {error}")
+    free = [name for name, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array) and not leaf.committed]
+    return Loaded(look_at(tree), str(jax.tree.structure(tree)), tuple(free))
+
+
+def load_where_only_stock_is(paths: Mapping[str, pathlib.Path]) -> dict[str, dict[str, Loaded]]:
+    """What each API of stock Orbax makes of each checkpoint, and that the package cannot be imported here."""
+    assert_only_stock_is_here()
+    return {name: load_each(LOADERS, path) for name, path in paths.items()}

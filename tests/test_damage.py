@@ -55,7 +55,7 @@ def in_chunks(contents: Contents, rng: random.Random) -> list[Damage]:
     return flips(chunks, 6, rng)
 
 
-TRIED = ("default", "uncompressed", "Zarr 3", "no OCDBT")
+TRIED = ("default", "uncompressed", "Zarr 3", "no OCDBT", "v1")
 
 
 @pytest.fixture(scope="module")

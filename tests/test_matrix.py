@@ -1,4 +1,4 @@
-"""Saved on so many devices, restored on so many others: every pair of eight layouts, each in five ways, in real processes.
+"""Saved on so many devices, restored on so many others: every pair of eight layouts, in five ways, through both APIs.
 
 Every array of a restore has the values that were saved, and lies where `plan_restore` says for the same arguments in the
 same process. What the plan says is in turn held against a table that was made by hand.
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from trees import Moments, assert_same_values, matrix, place
 
 import orbax_explicit as oxe
+from orbax_explicit import v1 as oxe1
 from orbax_explicit._capture import record_path
 from orbax_explicit._outcomes import OnDevice, OnHost, OnMesh, Outcome, Uncommitted
 from orbax_explicit.testing import run_on_devices
@@ -194,6 +195,30 @@ WAYS: Mapping[str, Callable[[Layout, Layout], dict[str, Any]]] = {
 """The arguments of a restore, by the layouts that restore and that saved."""
 
 
+# Through which API.
+
+
+@dataclass(frozen=True)
+class Api:
+    """Saves at a path, and restores from there."""
+
+    save: Callable[[pathlib.Path, Any], None]
+    restore: Callable[..., Any]
+
+
+def save_v0(path: pathlib.Path, state: Any) -> None:
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def restore_v0(path: pathlib.Path, **arguments: Any) -> Any:
+    with oxe.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, **arguments)
+
+
+APIS = {"v0": Api(save_v0, restore_v0), "v1": Api(oxe1.save, oxe1.load)}
+
+
 # What is held against what.
 
 
@@ -256,12 +281,11 @@ def assert_placed(restored: Any, outcome: Outcome, name: str) -> None:
             raise AssertionError(f"{name}: no leaf of these restores is {placement}")
 
 
-def check_restore(path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> str:
+def check_restore(api: Api, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> str:
     """Restores, and holds every leaf against its saved value and against the plan; returns the plan as JSON."""
     plan = oxe.plan_restore(path, **arguments)
     assert not plan.refused
-    with oxe.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(path, **arguments)
+    restored = api.restore(path, **arguments)
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
     meshes: dict[Any, set[int]] = {}
     flat, _ = jax.tree_util.tree_flatten_with_path(restored)
@@ -298,15 +322,15 @@ PART_LANDS = {
 def save_on_a_part(root: pathlib.Path) -> None:
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("d", "m"), axis_types=(EXPLICIT, EXPLICIT))
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(root / PART, {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)})
+    for name, api in APIS.items():
+        api.save(root / name / PART, {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)})
 
 
 # What runs in each layout.
 
 
-Case: TypeAlias = tuple[str, str]
-"""The layout that saved, and the way of the restore."""
+Case: TypeAlias = tuple[str, str, str]
+"""The API, the layout that saved, and the way of the restore."""
 
 
 @dataclass(frozen=True)
@@ -323,25 +347,29 @@ class Report:
 
 
 def save(root: pathlib.Path, name: str) -> None:
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(root / name, saved_state(LAYOUTS[name]))
+    state = saved_state(LAYOUTS[name])
+    for api_name, api in APIS.items():
+        api.save(root / api_name / name, state)
 
 
 def restore_all(root: pathlib.Path, name: str) -> dict[Case, Report]:
     """Restores what every layout saved, in every way."""
     reports = {}
-    for saved_on, saved_layout in LAYOUTS.items():
-        expected = expected_values(saved_layout)
-        for way, arguments_of in WAYS.items():
-            arguments = arguments_of(LAYOUTS[name], saved_layout)
-            reports[saved_on, way] = report_restore(root / saved_on, arguments, expected)
-    reports[PART, "without a target"] = report_restore(root / PART, {}, {"w": matrix(), "step": np.int32(5)})
+    for api_name, api in APIS.items():
+        for saved_on, saved_layout in LAYOUTS.items():
+            expected = expected_values(saved_layout)
+            for way, arguments_of in WAYS.items():
+                arguments = arguments_of(LAYOUTS[name], saved_layout)
+                report = report_restore(api, root / api_name / saved_on, arguments, expected)
+                reports[api_name, saved_on, way] = report
+        part = {"w": matrix(), "step": np.int32(5)}
+        reports[api_name, PART, "without a target"] = report_restore(api, root / api_name / PART, {}, part)
     return reports
 
 
-def report_restore(path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> Report:
+def report_restore(api: Api, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> Report:
     try:
-        return Report("", check_restore(path, arguments, expected))
+        return Report("", check_restore(api, path, arguments, expected))
     except Exception:  # noqa: BLE001 - the test that asks for this case shows it
         return Report(traceback.format_exc(), "")
 
@@ -374,16 +402,18 @@ restored_on_every_layout = pytest.mark.parametrize(
     "restored_on", LAYOUTS, ids=[f"restored on {name}" for name in LAYOUTS]
 )
 in_every_way = pytest.mark.parametrize("way", WAYS)
+through_both_apis = pytest.mark.parametrize("api", APIS)
 
 
 @restored_on_every_layout
 @saved_on_every_layout
 @in_every_way
-def test_what_was_saved_comes_back_as_planned(reports, way, saved_on, restored_on):
+@through_both_apis
+def test_what_was_saved_comes_back_as_planned(reports, api, way, saved_on, restored_on):
     """Values, containers and types as saved; meshes, specs, memory kinds, devices and commitment as `plan_restore` says."""
     assert len(reports[restored_on]) == LAYOUTS[restored_on].processes
     for process, reported in enumerate(reports[restored_on]):
-        problem = reported[saved_on, way].problem
+        problem = reported[api, saved_on, way].problem
         assert not problem, f"process {process} of {len(reports[restored_on])}:\n{problem}"
 
 
@@ -391,14 +421,14 @@ def test_what_was_saved_comes_back_as_planned(reports, way, saved_on, restored_o
 def test_every_process_plans_the_same(reports, restored_on):
     """To the last outcome, device and byte, whatever was saved and asked for."""
     first, *others = ({case: report.plan for case, report in each.items()} for each in reports[restored_on])
-    assert len(first) == len(LAYOUTS) * len(WAYS) + 1
+    assert len(first) == len(APIS) * (len(LAYOUTS) * len(WAYS) + 1)
     assert all(first.values())
     for other in others:
         assert other == first
 
 
 def plan_of(reports: Any, saved_on: str, restored_on: str, way: str) -> Any:
-    return json.loads(reports[restored_on][0][saved_on, way].plan)
+    return json.loads(reports[restored_on][0]["v0", saved_on, way].plan)
 
 
 def placements(plan: Any) -> dict[str, Any]:
@@ -445,10 +475,11 @@ def test_an_array_of_six_by_four_is(reports, saved_on, restored_on, way, partiti
 
 
 @restored_on_every_layout
-def test_a_mesh_on_some_devices_comes_back_on_as_many(reports, restored_on):
+@through_both_apis
+def test_a_mesh_on_some_devices_comes_back_on_as_many(reports, api, restored_on):
     """Devices of every process among them, or one that has none would fail, and the others wait for it for ever."""
     for process, reported in enumerate(reports[restored_on]):
-        problem = reported[PART, "without a target"].problem
+        problem = reported[api, PART, "without a target"].problem
         assert not problem, f"process {process} of {len(reports[restored_on])}:\n{problem}"
     sizes, device_ids = PART_LANDS[restored_on]
     (mesh,) = plan_of(reports, PART, restored_on, "without a target")["meshes"]

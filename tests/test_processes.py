@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp1
 import pytest
 import stock_readers
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -28,7 +29,8 @@ from trees import Moments, array_state, assert_same_tree, assert_same_values, ho
 
 import orbax_explicit as oxe
 from orbax_explicit import _arrays as arrays_module
-from orbax_explicit import handler as handler_module
+from orbax_explicit import _trees as trees_module
+from orbax_explicit import v1 as oxe1
 from orbax_explicit.testing import run_on_devices
 
 # The fixtures start processes once; with several workers, one of them is to have all tests of this file.
@@ -53,6 +55,11 @@ def whole_state(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def plain_state(mesh: Mesh) -> dict[str, Any]:
+    """What v1's own functions take: they refuse some values on the host before any handler is asked."""
+    return {name: part for name, part in whole_state(mesh).items() if name != "host"}
+
+
 def stock_state(mesh: Mesh) -> dict[str, Any]:
     """The arrays that stock Orbax can save in several processes, and whose layout it records whole."""
     arrays = array_state(mesh)
@@ -71,11 +78,13 @@ class Way:
         state: What is saved, on a mesh.
         save: Saves it under a directory that does not exist yet.
         restore: Restores what `save` saved.
+        in_steps: Whether it is saved as step `STEP`.
     """
 
     state: Callable[[Mesh], Any]
     save: Callable[[pathlib.Path, Any], None]
     restore: Callable[[pathlib.Path], Any]
+    in_steps: bool = False
 
 
 def save_async(path: pathlib.Path, state: Any) -> None:
@@ -123,6 +132,16 @@ def restore_registered(path: pathlib.Path) -> Any:
         return checkpointer.restore(path)
 
 
+def save_by_v1_checkpointer(path: pathlib.Path, state: Any) -> None:
+    with ocp1.training.Checkpointer(path, context=oxe1.context()) as checkpointer:
+        checkpointer.save_async(STEP, state)
+
+
+def restore_by_v1_checkpointer(path: pathlib.Path) -> Any:
+    with ocp1.training.Checkpointer(path, context=oxe1.context()) as checkpointer:
+        return checkpointer.load(STEP)
+
+
 def save_stock(path: pathlib.Path, state: Any) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
@@ -132,9 +151,14 @@ REGISTERED = "by stock's StandardCheckpointer under register"
 WAYS = {
     "asynchronously": Way(whole_state, save_async, restore_async),
     "synchronously": Way(whole_state, save_sync, restore_sync),
-    "by a CheckpointManager": Way(whole_state, save_managed, restore_managed),
+    "by a CheckpointManager": Way(whole_state, save_managed, restore_managed, in_steps=True),
     REGISTERED: Way(array_state, save_registered, restore_registered),
     "by stock Orbax": Way(stock_state, save_stock, restore_async),
+    "by v1": Way(whole_state, oxe1.save, oxe1.load),
+    "by v1's training.Checkpointer": Way(
+        plain_state, save_by_v1_checkpointer, restore_by_v1_checkpointer, in_steps=True
+    ),
+    "by stock Orbax's v1": Way(stock_state, ocp1.save, oxe1.load),
 }
 
 Case: TypeAlias = tuple[str, str]
@@ -205,7 +229,7 @@ def count_written_records(root: pathlib.Path) -> dict[str, int]:
     counts = {}
     state = array_state(make_mesh())
     for name, module, save in (
-        ("handler", handler_module, save_async),
+        ("handler", trees_module, save_async),
         ("registered", arrays_module, save_registered),
     ):
         with mock.patch.object(module, "write_records", wraps=module.write_records) as write:
@@ -329,9 +353,9 @@ def describe_plans(root: pathlib.Path) -> dict[str, tuple[str, str]]:
     """The plan for each checkpoint, as a person reads it and in full."""
     plans = {}
     for layout_name in (ONE, TWO):
-        for way in WAYS:
+        for way, made in WAYS.items():
             path = checkpoint(root, layout_name, way)
-            plan = oxe.plan_restore(path / str(STEP) if "Manager" in way else path)
+            plan = oxe.plan_restore(path / str(STEP) if made.in_steps else path)
             plans[f"{layout_name}, {way}"] = (str(plan), repr(plan.outcomes))
     return plans
 
@@ -457,7 +481,7 @@ def test_only_the_primary_process_writes_the_record(run):
     ]
     for way in WAYS:
         found = list(checkpoint(run.root, TWO, way).rglob("explicit_sharding.msgpack"))
-        assert len(found) == (way != "by stock Orbax")
+        assert len(found) == (not way.startswith("by stock Orbax"))
 
 
 def test_replicas_are_written_once_and_the_work_is_shared(run):

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from trees import Moments, matrix, pending_sum, place
 
 import orbax_explicit as oxe
+from orbax_explicit import v1 as oxe1
 from orbax_explicit.testing import run_on_devices
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
@@ -78,8 +79,8 @@ def _restore_ours(path: pathlib.Path, target: Any = None, **kwargs: Any) -> Any:
 
 
 STOCK = {"v0": Api(_save_v0, _restore_v0), "v1": Api(_save_v1, ocp1.load)}
-OURS = Api(_save_ours, _restore_ours)
-ALL = {**STOCK, "ours": OURS}
+OURS = {"ours v0": Api(_save_ours, _restore_ours), "ours v1": Api(oxe1.save, oxe1.load)}
+ALL = {**STOCK, **OURS}
 
 FEW_ARRAYS = 4
 LAYOUT_FILES = ("_sharding", "explicit_sharding.msgpack")
@@ -145,6 +146,12 @@ def layout(array: jax.Array) -> Layout:
 def stock(request: pytest.FixtureRequest) -> Api:
     """Each API of stock Orbax."""
     return STOCK[request.param]
+
+
+@pytest.fixture(params=OURS)
+def ours(request: pytest.FixtureRequest) -> Api:
+    """This package, behind each API."""
+    return OURS[request.param]
 
 
 @pytest.fixture
@@ -230,9 +237,10 @@ class TestRestoreOnFewerDevicesWithoutATarget:
         assert "Topology mismatch" in error or "Got None" in error
         assert not any(word in error for word in ("mesh", "axes", "8", "4"))
 
-    def test_ours_resizes_the_recorded_mesh(self, on_4):
-        assert on_4["ours"].error == ""
-        layout = on_4["ours"].value
+    @pytest.mark.parametrize("api", OURS)
+    def test_ours_resizes_the_recorded_mesh(self, on_4, api):
+        assert on_4[api].error == ""
+        layout = on_4[api].value
         assert layout.axes == (("d", 1), ("m", 4))
         assert (layout.axis_types, layout.spec) == (("Explicit", "Explicit"), "P('d', 'm')")
         assert layout.device_ids == (0, 1, 2, 3)
@@ -247,9 +255,10 @@ class TestRestoreOnMoreDevicesWithoutATarget:
         assert on_16[api].warned == ()
         assert on_16[api].value.device_ids == tuple(range(8))
 
-    def test_ours_grows_the_recorded_mesh_onto_all_of_them(self, on_16):
-        assert on_16["ours"].error == ""
-        layout = on_16["ours"].value
+    @pytest.mark.parametrize("api", OURS)
+    def test_ours_grows_the_recorded_mesh_onto_all_of_them(self, on_16, api):
+        assert on_16[api].error == ""
+        layout = on_16[api].value
         assert layout.axes == (("d", 4), ("m", 4))
         assert (layout.axis_types, layout.spec) == (("Explicit", "Explicit"), "P('d', 'm')")
         assert layout.device_ids == tuple(range(16))
@@ -262,9 +271,10 @@ class TestRestoreOnAsManyDevicesWithOtherIdsWithoutATarget:
     def test_stock_raises(self, from_2_processes, api):
         assert from_2_processes[api].error.startswith("ValueError")
 
-    def test_ours_rebuilds_the_same_mesh_on_the_devices_that_are_here(self, from_2_processes):
-        assert from_2_processes["ours"].error == ""
-        restored = from_2_processes["ours"].value
+    @pytest.mark.parametrize("api", OURS)
+    def test_ours_rebuilds_the_same_mesh_on_the_devices_that_are_here(self, from_2_processes, api):
+        assert from_2_processes[api].error == ""
+        restored = from_2_processes[api].value
         assert restored.axes == (("d", 2), ("m", 4))
         assert restored.axis_types == ("Explicit", "Explicit")
         assert restored.spec == str(P("d", "m"))
@@ -290,8 +300,8 @@ class TestRestoreOfALeafFromAPlatformThatIsNotHere:
     def test_stock_raises_without_a_target(self, from_gpu, stock):
         assert attempt(stock.restore, from_gpu(stock)).error.startswith("ValueError")
 
-    def test_ours_restores_what_stock_wrote_there_to_the_default_device(self, from_gpu):
-        restored = _restore_ours(from_gpu(STOCK["v0"]))["w"]
+    def test_ours_restores_what_stock_wrote_there_to_the_default_device(self, from_gpu, stock, ours):
+        restored = ours.restore(from_gpu(stock))["w"]
         assert restored.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(restored, [0, 1, 2])
 
@@ -347,10 +357,10 @@ class TestAbstractTargetOutsideOfSetMesh:
         assert error.startswith("ValueError")
         assert "set_mesh" not in error, "the error says what to do"
 
-    def test_ours_restores_it_on_concrete_devices(self, path, mesh):
+    def test_ours_restores_it_on_concrete_devices(self, ours, path, mesh):
         saved = place(mesh, matrix(), P("d", "m"))
-        OURS.save(path, {"w": saved})
-        restored = OURS.restore(path, _abstract(mesh.abstract_mesh))["w"]
+        ours.save(path, {"w": saved})
+        restored = ours.restore(path, _abstract(mesh.abstract_mesh))["w"]
         assert restored.sharding == saved.sharding
         np.testing.assert_array_equal(restored, matrix())
 
@@ -384,11 +394,11 @@ class TestAbstractTargetUnderSetMesh:
         assert (outcome.error, outcome.warned) == ("", ())
         assert outcome.value["w"].sharding.memory_kind == "device"
 
-    def test_ours_restores_it_on_the_mesh_of_the_context(self, path, mesh):
+    def test_ours_restores_it_on_the_mesh_of_the_context(self, ours, path, mesh):
         saved = place(mesh, matrix(), P("d", "m"))
-        OURS.save(path, {"w": saved})
+        ours.save(path, {"w": saved})
         with jax.set_mesh(mesh):
-            assert OURS.restore(path, _abstract(mesh.abstract_mesh))["w"].sharding == saved.sharding
+            assert ours.restore(path, _abstract(mesh.abstract_mesh))["w"].sharding == saved.sharding
 
     @pytest.mark.parametrize(
         ("sizes", "axis_type", "shown"),
@@ -396,18 +406,18 @@ class TestAbstractTargetUnderSetMesh:
         ids=["other axis types", "other axis sizes"],
     )
     def test_ours_refuses_a_context_that_contradicts_the_target_and_shows_both(
-        self, path, mesh, sizes, axis_type, shown
+        self, ours, path, mesh, sizes, axis_type, shown
     ):
-        OURS.save(path, {"w": place(mesh, matrix(), P("d", "m"))})
+        ours.save(path, {"w": place(mesh, matrix(), P("d", "m"))})
         with jax.set_mesh(_mesh(sizes, axis_type)), pytest.raises(oxe.MeshMismatchError) as refused:
-            OURS.restore(path, _abstract(mesh.abstract_mesh))
+            ours.restore(path, _abstract(mesh.abstract_mesh))
         assert shown in str(refused.value)
         assert "d=2 explicit, m=4 explicit" in str(refused.value)
 
-    def test_ours_keeps_the_memory_kind_of_the_target(self, path, mesh):
-        OURS.save(path, {"w": place(mesh, matrix(), P("d", "m"))})
+    def test_ours_keeps_the_memory_kind_of_the_target(self, ours, path, mesh):
+        ours.save(path, {"w": place(mesh, matrix(), P("d", "m"))})
         with jax.set_mesh(mesh):
-            restored = OURS.restore(path, _abstract(mesh.abstract_mesh, "pinned_host"))["w"]
+            restored = ours.restore(path, _abstract(mesh.abstract_mesh, "pinned_host"))["w"]
         assert restored.sharding.memory_kind == "pinned_host"
 
 
@@ -423,10 +433,10 @@ class TestArrayInPinnedHostMemory:
         assert (outcome.error, outcome.warned) == ("", ())
         assert outcome.value["w"].sharding.memory_kind == "device"
 
-    def test_ours_keeps_it_there(self, path, mesh):
+    def test_ours_keeps_it_there(self, ours, path, mesh):
         saved = place(mesh, matrix(), P("d"), memory_kind="pinned_host")
-        OURS.save(path, {"w": saved})
-        assert OURS.restore(path)["w"].sharding == saved.sharding
+        ours.save(path, {"w": saved})
+        assert ours.restore(path)["w"].sharding == saved.sharding
 
 
 class TestUncommittedScalarBesideShardedArrays:
@@ -440,9 +450,9 @@ class TestUncommittedScalarBesideShardedArrays:
         with pytest.raises(ValueError, match="incompatible devices"):
             jax.jit(lambda tree: tree["w"] * tree["step"])(outcome.value)
 
-    def test_ours_leaves_it_uncommitted_and_the_next_jit_works(self, path, mesh):
-        OURS.save(path, {"step": jnp.int32(5), "w": place(mesh, matrix(), P("d", "m"))})
-        restored = OURS.restore(path)
+    def test_ours_leaves_it_uncommitted_and_the_next_jit_works(self, ours, path, mesh):
+        ours.save(path, {"step": jnp.int32(5), "w": place(mesh, matrix(), P("d", "m"))})
+        restored = ours.restore(path)
         assert not restored["step"].committed
         np.testing.assert_array_equal(jax.jit(lambda tree: tree["w"] * tree["step"])(restored), 5 * matrix())
 
@@ -457,9 +467,9 @@ class TestUnreducedArray:
     def test_stock_raises_not_implemented_error(self, path, stock, partial_sums):
         assert attempt(stock.save, path, {"w": partial_sums}).error.startswith("NotImplementedError")
 
-    def test_ours_refuses_it_by_name(self, path, partial_sums):
+    def test_ours_refuses_it_by_name(self, ours, path, partial_sums):
         with pytest.raises(oxe.SaveRefusedError, match="unreduced") as refused:
-            OURS.save(path, {"layer": {"kernel": partial_sums}})
+            ours.save(path, {"layer": {"kernel": partial_sums}})
         assert "layer/kernel" in str(refused.value)
         assert not path.exists()
 
@@ -472,10 +482,10 @@ class TestArrayWithAReducedSpec:
         assert error.startswith("ValueError")
         assert "reduced" in error
 
-    def test_ours_keeps_the_spec(self, path, mesh):
+    def test_ours_keeps_the_spec(self, ours, path, mesh):
         saved = place(mesh, matrix(), P("d", reduced={"m"}))
-        OURS.save(path, {"w": saved})
-        restored = OURS.restore(path)["w"]
+        ours.save(path, {"w": saved})
+        restored = ours.restore(path)["w"]
         assert restored.sharding == saved.sharding
         assert restored.sharding.spec.reduced == {"m"}
 
@@ -496,10 +506,10 @@ class TestArrayWithoutElements:
         error = attempt(stock.save, path, {"w": self._empty(kind, mesh)}).error
         assert "Cannot save arrays with zero size" in error
 
-    def test_ours_keeps_shape_dtype_and_sharding(self, path, mesh, kind):
+    def test_ours_keeps_shape_dtype_and_sharding(self, ours, path, mesh, kind):
         saved = self._empty(kind, mesh)
-        OURS.save(path, {"w": saved})
-        restored = OURS.restore(path)["w"]
+        ours.save(path, {"w": saved})
+        restored = ours.restore(path)["w"]
         assert (restored.shape, restored.dtype, type(restored)) == (saved.shape, saved.dtype, type(saved))
         assert getattr(restored, "sharding", None) == getattr(saved, "sharding", None)
 
@@ -518,9 +528,9 @@ class TestKeysThatCollideInStorage:
         assert (outcome.error, outcome.warned) == ("", ())
         np.testing.assert_array_equal(outcome.value["a.b"], outcome.value["a"]["b"])
 
-    def test_ours_refuses_the_save_and_names_both(self, path):
+    def test_ours_refuses_the_save_and_names_both(self, ours, path):
         with pytest.raises(oxe.SaveRefusedError) as refused:
-            OURS.save(path, self._tree())
+            ours.save(path, self._tree())
         assert "a.b" in str(refused.value)
         assert "a/b" in str(refused.value)
         assert not path.exists()
@@ -545,9 +555,9 @@ class TestContainersWithoutATarget:
         assert type(outcome.value["moments"]) is dict
         assert list(outcome.value["layers"]) == ["0"]
 
-    def test_ours_gives_back_what_was_saved(self, path):
-        OURS.save(path, self._tree())
-        assert jax.tree.structure(OURS.restore(path)) == jax.tree.structure(self._tree())
+    def test_ours_gives_back_what_was_saved(self, ours, path):
+        ours.save(path, self._tree())
+        assert jax.tree.structure(ours.restore(path)) == jax.tree.structure(self._tree())
 
 
 # --- Bytes ---
@@ -592,23 +602,23 @@ class TestOneFlippedBit:
         assert any(text != "a text of some length" for text in silent)
 
     @pytest.mark.parametrize("kind", ["jax.Array", "NumPy array"])
-    def test_ours_refuses_the_array_and_so_does_stock(self, path, stock, kind):
+    def test_ours_refuses_the_array_and_so_does_stock(self, ours, path, stock, kind):
         values = np.random.default_rng(0).integers(0, 2**32, (64, 64), dtype=np.uint32)
-        OURS.save(path, {"w": jnp.asarray(values) if kind == "jax.Array" else values})
+        ours.save(path, {"w": jnp.asarray(values) if kind == "jax.Array" else values})
         file, offset = _find(path, values.tobytes()[1000:1064])
         for _ in _flipped_bits(file, offset, 8):
             with pytest.raises(oxe.FormatError, match="cannot read w"):
-                OURS.restore(path)
+                ours.restore(path)
             assert attempt(stock.restore, path).error
-        np.testing.assert_array_equal(OURS.restore(path)["w"], values)
+        np.testing.assert_array_equal(ours.restore(path)["w"], values)
 
-    def test_ours_refuses_the_text(self, path):
-        OURS.save(path, {"name": "a text of some length"})
+    def test_ours_refuses_the_text(self, ours, path):
+        ours.save(path, {"name": "a text of some length"})
         file, offset = _find(path, b"a text of some length")
         for _ in _flipped_bits(file, offset, 8):
             with pytest.raises(oxe.FormatError, match=r"cannot trust _strings\.json"):
-                OURS.restore(path)
-        assert OURS.restore(path) == {"name": "a text of some length"}
+                ours.restore(path)
+        assert ours.restore(path) == {"name": "a text of some length"}
 
 
 class TestLayoutOfSmallArraysOnManyDevices:
@@ -619,5 +629,6 @@ class TestLayoutOfSmallArraysOnManyDevices:
         """Measured: 15 bytes for a device and array, so 8 MB for 1000 arrays."""
         assert on_512[api] > 8 * FEW_ARRAYS * 512
 
-    def test_ours_does_not(self, on_512):
-        assert on_512["ours"] < min(on_512["v0"], on_512["v1"]) / 10
+    @pytest.mark.parametrize("api", OURS)
+    def test_ours_does_not(self, on_512, api):
+        assert on_512[api] < min(on_512["v0"], on_512["v1"]) / 10
