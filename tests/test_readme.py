@@ -27,6 +27,7 @@ def names(tmp_path, mesh):
     names = {
         "state": state,
         "path": tmp_path / "checkpoint",
+        "new_path": tmp_path / "another",
         "directory": tmp_path / "steps",
         "step": 7,
         "abstract_state": jax.eval_shape(lambda tree: tree, state),
@@ -40,7 +41,7 @@ def names(tmp_path, mesh):
 
 def test_the_readme_has_the_blocks_that_run_here():
     """A guard against a README that shows nothing."""
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_every_block_runs_in_order(names, capsys):

@@ -81,6 +81,20 @@ class StockV1:
         return v1.load(path, target)
 
 
+class OursV1:
+    """`orbax_explicit.v1`."""
+
+    def save(self, path: pathlib.Path, state: Tree) -> Wait:
+        from orbax_explicit import v1
+
+        return v1.save_async(path, state).result
+
+    def restore(self, path: pathlib.Path, target: Tree) -> Tree:
+        from orbax_explicit import v1
+
+        return v1.load(path, target)
+
+
 class Safetensors:
     """`safetensors.numpy`: a dict of host arrays; the tree is flattened to the paths of its leaves.
 
@@ -159,6 +173,7 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "ours": ours,
     "ours, no compression": lambda: ours(compression=None),
     "ours, unchecked": lambda: ours(checksum=None, compression=None),
+    "ours v1": OursV1,
     "stock v0": stock_v0,
     "stock v0, uncompressed": PyTreeCheckpointer,
     "stock v1": StockV1,

@@ -19,8 +19,9 @@ Tree: TypeAlias = Any
 STEP_OUTPUTS = 50
 
 WITHOUT_RIVALS = ("ours", "stock v0")
-COMMON = (*WITHOUT_RIVALS, "stock v1", "safetensors", "equinox")
-ALL = ("ours", "ours, no compression", "stock v0", "stock v0, uncompressed", *COMMON[2:])
+RIVALS = ("stock v1", "safetensors", "equinox")
+COMMON = ("ours", "ours v1", "stock v0", *RIVALS)
+ALL = ("ours", "ours v1", "ours, no compression", "stock v0", "stock v0, uncompressed", *RIVALS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ WORKLOADS = {
     "replicated": Workload(
         layout=functools.partial(one_square, 10048, ()),
         fill=normals,
-        contenders=(*WITHOUT_RIVALS, "stock v0, uncompressed", *COMMON[2:]),
+        contenders=(*WITHOUT_RIVALS, "stock v0, uncompressed", *RIVALS),
     ),
     "resharded": Workload(
         layout=SHARDED,
