@@ -332,9 +332,7 @@ def test_no_option_of_saving_is_left_out_unseen():
     """One that v1 gets is followed, or listed here with the reason why not."""
     saving = {field.name for field in dataclasses.fields(ocp1.Context().array.saving)}
     unseen = saving - set(OPTIONS["array.saving"]) - FOLLOWED_OTHERWISE
-    assert not unseen, (
-        f"v1 has new options of saving arrays: {sorted(unseen)}; follow them in v1._save_request or _trees"
-    )
+    assert not unseen, f"v1 has new options of saving arrays: {sorted(unseen)}; follow them in _v1_handler or _trees"
 
 
 def test_the_active_context_is_told():

@@ -73,6 +73,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "args",
         "checkpointer",
         "registration",
+        "_v1_handler",
         "v1",
     ),
     # Edges.
