@@ -7,6 +7,7 @@ their file as the others do: else less would be done in the same time.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 from collections.abc import Callable
@@ -67,32 +68,17 @@ class PyTreeCheckpointer:
         return self._checkpointer.restore(path, args=ocp.args.PyTreeRestore(target, restore_args=restore_args))
 
 
-class StockV1:
-    """`orbax.checkpoint.experimental.v1`."""
+class V1:
+    """Stock Orbax's next API, or ours of the same shape."""
+
+    def __init__(self, module: str) -> None:
+        self._v1 = importlib.import_module(module)
 
     def save(self, path: pathlib.Path, state: Tree) -> Wait:
-        from orbax.checkpoint.experimental import v1
-
-        return v1.save_async(path, state).result
+        return self._v1.save_async(path, state).result
 
     def restore(self, path: pathlib.Path, target: Tree) -> Tree:
-        from orbax.checkpoint.experimental import v1
-
-        return v1.load(path, target)
-
-
-class OursV1:
-    """`orbax_explicit.v1`."""
-
-    def save(self, path: pathlib.Path, state: Tree) -> Wait:
-        from orbax_explicit import v1
-
-        return v1.save_async(path, state).result
-
-    def restore(self, path: pathlib.Path, target: Tree) -> Tree:
-        from orbax_explicit import v1
-
-        return v1.load(path, target)
+        return self._v1.load(path, target)
 
 
 class Safetensors:
@@ -173,10 +159,10 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "ours": ours,
     "ours, no compression": lambda: ours(compression=None),
     "ours, unchecked": lambda: ours(checksum=None, compression=None),
-    "ours v1": OursV1,
+    "ours v1": lambda: V1("orbax_explicit.v1"),
     "stock v0": stock_v0,
     "stock v0, uncompressed": PyTreeCheckpointer,
-    "stock v1": StockV1,
+    "stock v1": lambda: V1("orbax.checkpoint.experimental.v1"),
     "safetensors": Safetensors,
     "equinox": Equinox,
 }
