@@ -47,6 +47,17 @@ class BoundPlan:
     x64: bool
 
 
+def checked_mesh(mesh: Any) -> Mesh | None:
+    """The mesh, if it is one to place arrays on, or None.
+
+    Raises:
+        TypeError: It is something else, such as an abstract mesh.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, not {mesh!r}; resolve_mesh makes one of an AbstractMesh")
+    return mesh
+
+
 def _make_plan(
     manifest: Manifest,
     present: Present | Inventory,
@@ -68,8 +79,7 @@ def _make_plan(
         strict: Whether a target's shape must be the saved one.
         fallback: The sharding of arrays whose recorded mesh does not fit as it is.
     """
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, not {mesh!r}; resolve_mesh makes one of an AbstractMesh")
+    mesh = checked_mesh(mesh)
     here = present if isinstance(present, Present) else None
     plan = plan_from_records(
         manifest,

@@ -26,6 +26,7 @@ from orbax_explicit._codecs import CodecPolicy
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import PYTHON_SCALARS
 from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._restoring import checked_mesh
 from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced
 
 PyTree: TypeAlias = Any
@@ -53,6 +54,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.unreduced not in get_args(Unreduced):
             raise ValueError(f"unreduced must be one of {list(get_args(Unreduced))}, not {self.unreduced!r}")
+        checked_mesh(self.mesh)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +199,12 @@ class ExplicitPyTreeHandler:
         self._trees.capture(self._save_request(checkpointable))
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether each leaf is of a kind that is saved."""
-        return all(_is_leaf(leaf) for leaf in jax.tree.leaves(checkpointable))
+        """Whether each leaf is of a kind that is saved; of what JAX cannot take for a tree, `save` says why."""
+        try:
+            leaves = jax.tree.leaves(checkpointable)
+        except (ValueError, SystemError, RecursionError):  # keys that do not sort, and what contains itself
+            return isinstance(checkpointable, dict | list | tuple)
+        return all(_is_leaf(leaf) for leaf in leaves)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
         """Whether each leaf says what it asks for."""

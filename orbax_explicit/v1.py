@@ -26,8 +26,8 @@ Orbax does some things before it asks any handler, and there `load`, `save` and 
 What runs when, in a save: before `save_async` returns, in the caller's thread, everything is refused that is to be
 refused, the layout is recorded and the values are taken; arrays may be donated, and NumPy arrays changed, from then on.
 After it, in threads of Orbax's, files are written; the processes meet; the primary one merges and adds digests; Orbax
-commits. An error of that part is raised by `result()`, and once more by the next call to a `training.Checkpointer`; so is a
-refusal by the latter. Orbax counts its saves for the whole process: one thread at a time may save.
+commits. An error of that part is raised by `result()`, and once more by the next call to a `training.Checkpointer`, whose
+step is not saved either; so is a refusal by the latter. Orbax counts its saves for the whole process: one thread at a time may save.
 
 A load asks for devices and the mesh of `jax.set_mesh` once, then plans all, then reads. Where an event loop is running, as
 in a notebook, Orbax's own functions call handlers from another thread, in which no `jax.set_mesh`, `jax.enable_x64` and
@@ -36,7 +36,11 @@ in a notebook, Orbax's own functions call handlers from another thread, in which
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextvars
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -48,8 +52,9 @@ from jax.sharding import Mesh
 from orbax_explicit import _compat
 from orbax_explicit._binding import read_present
 from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
+from orbax_explicit._errors import CheckpointLayoutError, Problem
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._sidecar import find_item
+from orbax_explicit._sidecar import find_item, list_items
 from orbax_explicit._trees import Unreduced
 from orbax_explicit._v1_handler import Asked, ExplicitPyTreeHandler, Options, bind, options_of
 
@@ -119,8 +124,11 @@ def context(
         A context, to be entered by `with`, or passed to `ocp.training.Checkpointer`.
 
     Raises:
+        TypeError: The policy, the mesh or the base is none.
         ValueError: There is no such choice, or the layout of the context is not Orbax's own.
     """
+    if base is not None and not isinstance(base, ocp.Context):
+        raise TypeError(f"base must be a context of Orbax's v1, not {base!r}")
     handler = handler_type(policy, mesh=mesh, unreduced=unreduced, checksum=checksum, compression=compression)
     default = options_of(handler)
 
@@ -204,18 +212,58 @@ def load(
         )
 
     directory = epath.Path(path)
-    item = directory / checkpointable_name if checkpointable_name is not None else find_item(directory, prefer=_STATE)
+    item = (
+        find_item(directory, prefer=_STATE)
+        if checkpointable_name is None
+        else _named_item(directory, checkpointable_name)
+    )
     # A tree of v0 lies in the directory that was saved to; others in one of their own, which Orbax wants to be named.
     is_alone = item == directory and not (item.parent / "_CHECKPOINT_METADATA").exists()
-    with _context(choose):
-        tree = (
-            ocp.load(item, checkpointable_name=None)
-            if is_alone
-            else ocp.load(item.parent, checkpointable_name=item.name)
-        )
+    context = _context(choose)
+    with context:
+        try:
+            tree = (
+                ocp.load(item, checkpointable_name=None)
+                if is_alone
+                else ocp.load(item.parent, checkpointable_name=item.name)
+            )
+        except ocp.errors.InvalidLayoutError:
+            # Orbax says no more. Our own reading does, or takes what lacks nothing but a file of Orbax's.
+            tree = _read(context.checkpointables.registry.get(_STATE)(), item)
     if not asked.taken:
         raise ValueError(f"{path} was loaded by another handler than ours, which saw no target: use Orbax's own load")
     return tree
+
+
+def _read(handler: Any, item: epath.Path) -> PyTree:
+    """What a handler restores, asked by us, whether an event loop is running or not."""
+
+    async def read() -> PyTree:
+        return await (await handler.load(item))
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(contextvars.copy_context().run, asyncio.run, read()).result()
+
+
+def _named_item(directory: epath.Path, name: str) -> epath.Path:
+    """The directory of the item of this name.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        CheckpointLayoutError: What is there has no such tree.
+    """
+    if not directory.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {directory}")
+    names = [item.name for item in list_items(directory) if item != directory]
+    if name not in names:
+        raise CheckpointLayoutError(
+            Problem(
+                could_not=f"cannot find a tree named {name!r} in {directory}",
+                present=", ".join(names),
+                fix="pass one of these names" if names else "pass the directory that was passed to save",
+            )
+        )
+    return directory / name
 
 
 def save(
@@ -256,15 +304,24 @@ def save_async(
         state: The tree to save.
         unreduced: As for `handler_type`; None for the context's.
         checkpointable_name: The name of the tree in the checkpoint.
-        overwrite: Whether to replace what is there, if this package does not refuse the save.
+        overwrite: Whether to replace the checkpoint that is there. Orbax removes it before it writes, so that a save that
+            fails later, or is killed, leaves neither: save elsewhere, or steps of a Checkpointer, where that counts.
         custom_metadata: JSON to keep in the checkpoint's own metadata.
 
     Returns:
         A response whose `result()` returns when the checkpoint is whole, or raises why it is not.
 
     Raises:
-        SaveRefusedError: Leaves could not come back as they are. What was there is still there.
+        SaveRefusedError: Leaves could not come back as they are.
+        CheckpointLayoutError: What is to be overwritten is no checkpoint.
+        TypeError: The metadata is not JSON.
+        ValueError: The path is not absolute, or the name is not one.
+            Whichever of these is raised, what was there is still there.
     """
+    directory = epath.Path(path)
+    _check_arguments(directory, checkpointable_name, custom_metadata)
+    if overwrite:
+        _check_replaceable(directory)
     context = _context(_choose_unreduced(unreduced), name=checkpointable_name)
     with context:
         handler = context.checkpointables.registry.get(checkpointable_name)()
@@ -274,6 +331,38 @@ def save_async(
         return ocp.save_checkpointables_async(
             path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata
         )
+
+
+def _check_arguments(directory: epath.Path, name: str, custom_metadata: Any) -> None:
+    """Refuses what Orbax would after it has removed what is to be overwritten."""
+    if not directory.is_absolute():
+        raise ValueError(f"the path must be absolute, not {os.fspath(directory)!r}")
+    if name in {"", ".", ".."} or "/" in name:
+        raise ValueError(f"checkpointable_name must be the name of a directory, not {name!r}")
+    try:
+        json.dumps(custom_metadata)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"custom_metadata must be JSON: {error}; make NumPy and JAX scalars Python's, by item()"
+        ) from error
+
+
+def _check_replaceable(directory: epath.Path) -> None:
+    """Refuses to remove what is no checkpoint.
+
+    Raises:
+        CheckpointLayoutError: It is the root of steps, or something else.
+    """
+    if not directory.exists() or (directory / "_CHECKPOINT_METADATA").exists():
+        return
+    if directory.is_dir() and (list_items(directory) or not any(directory.iterdir())):
+        return
+    raise CheckpointLayoutError(
+        Problem(
+            could_not=f"cannot overwrite {directory}: it is no checkpoint",
+            fix="pass the path of a checkpoint, or of nothing; what is in the way is yours to remove",
+        )
+    )
 
 
 def check(state: PyTree, *, unreduced: Unreduced | None = None) -> None:

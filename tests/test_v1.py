@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import pathlib
 import threading
@@ -127,6 +128,121 @@ def test_an_overwrite_that_is_refused_leaves_what_was_there(tmp_path, mesh):
     assert_same_tree(oxe1.load(tmp_path / "a"), new)
     with oxe1.context():
         assert ocp.metadata(tmp_path / "a").custom_metadata == {"epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "error", "says"),
+    [
+        pytest.param(
+            "{root}/a",
+            {"custom_metadata": {"loss": np.float32(1)}},
+            TypeError,
+            "custom_metadata must be JSON: .*float32",
+            id="metadata that is not JSON",
+        ),
+        pytest.param("a", {}, ValueError, "the path must be absolute, not 'a'", id="a relative path"),
+        pytest.param(
+            "{root}/a",
+            {"checkpointable_name": "b/c"},
+            ValueError,
+            "checkpointable_name must be the name of a directory, not 'b/c'",
+            id="a name that is a path",
+        ),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_arguments_that_orbax_would_refuse_too_late_are_refused_before(
+    tmp_path, monkeypatch, path, arguments, error, says, overwrite
+):
+    """What is to be overwritten is there still."""
+    monkeypatch.chdir(tmp_path)
+    oxe1.save(tmp_path / "a", {"w": matrix()})
+    with pytest.raises(error, match=says):
+        oxe1.save(path.format(root=tmp_path), {"w": -matrix()}, overwrite=overwrite, **arguments)
+    np.testing.assert_array_equal(oxe1.load(tmp_path / "a")["w"], matrix())
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path, mesh):
+    """Files of other kinds, and the root of a Checkpointer with all its steps."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("all of it")
+    with ocp.training.Checkpointer(tmp_path / "steps", context=oxe1.context()) as checkpointer:
+        checkpointer.save(0, {"w": matrix()})
+    (tmp_path / "file").write_text("a file")
+    for name in ("thesis", "steps", "file"):
+        with pytest.raises(oxe.CheckpointLayoutError, match=r"cannot overwrite .*: it is no checkpoint"):
+            oxe1.save(tmp_path / name, {"w": -matrix()}, overwrite=True)
+    assert (tmp_path / "thesis" / "thesis.txt").read_text() == "all of it"
+    np.testing.assert_array_equal(oxe1.load(tmp_path / "steps" / "0")["w"], matrix())
+
+
+def test_checkpoints_of_every_kind_and_empty_directories_are_overwritten(tmp_path):
+    """Of v0, of v1, and one that lost Orbax's own metadata."""
+    (tmp_path / "empty").mkdir()
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "v0", {"w": matrix()})
+    for name in ("v1", "lost"):
+        oxe1.save(tmp_path / name, {"w": matrix()})
+    (tmp_path / "lost" / "_CHECKPOINT_METADATA").unlink()
+    for name in ("empty", "v0", "v1", "lost"):
+        oxe1.save(tmp_path / name, {"w": -matrix()}, overwrite=True)
+        np.testing.assert_array_equal(oxe1.load(tmp_path / name)["w"], -matrix())
+
+
+def test_a_tree_that_is_not_there_is_refused_with_the_names_of_those_that_are(tmp_path):
+    """Where Orbax's own says that it is no tree."""
+    with oxe1.context():
+        ocp.save_checkpointables(tmp_path / "a", {"model": {"w": matrix()}, "ema": {"w": matrix()}})
+    with pytest.raises(oxe.CheckpointLayoutError, match="cannot find a tree named 'optimizer'") as error:
+        oxe1.load(tmp_path / "a", checkpointable_name="optimizer")
+    assert error.value.problems[0].present == "ema, model"
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        oxe1.load(tmp_path / "b", checkpointable_name="model")
+
+
+@pytest.mark.parametrize("in_loop", [False, True], ids=["", "within an event loop"])
+def test_what_orbax_does_not_recognize_we_read_or_say_why_not(tmp_path, mesh, in_loop):
+    """Without Orbax's metadata of the checkpoint all is there; without those of the tree something is missing, by name."""
+
+    def load(path: Any) -> Any:
+        if not in_loop:
+            return oxe1.load(path)
+
+        async def load_within() -> Any:
+            return oxe1.load(path)
+
+        return asyncio.run(load_within())
+
+    state = {"w": place(mesh, matrix(), P("d", "m")), "t": (1, "two")}
+    for name in ("a", "b"):
+        oxe1.save(tmp_path / name, state)
+    (tmp_path / "a" / "_CHECKPOINT_METADATA").unlink()
+    with jax.set_mesh(mesh):
+        assert_same_tree(load(tmp_path / "a"), state)
+    (tmp_path / "b" / "state" / "_METADATA").unlink()
+    with pytest.raises(oxe.FormatError, match="cannot find _METADATA, which was written with this checkpoint"):
+        load(tmp_path / "b")
+
+
+def test_a_tree_that_jax_cannot_flatten_is_refused_by_name(tmp_path):
+    """Which Orbax's own `save` does before it asks a handler, by what JAX says."""
+    gc.collect()  # what earlier refusals left: collected at such a depth, Python cannot even warn of it
+    itself: dict[str, Any] = {}
+    itself["a"] = itself
+    with pytest.raises(oxe.SaveRefusedError, match=r"keys do not sort \(int, str\)"):
+        oxe1.save(tmp_path / "a", {"1": 1, 1: 2})
+    with pytest.raises(oxe.SaveRefusedError, match="deeper than 100 levels"):
+        oxe1.save(tmp_path / "a", itself)
+
+
+def test_what_a_context_is_made_of_is_checked_there(mesh):
+    """Not by the first load, which may be that of a resumed training."""
+    for bad in ("x", mesh.abstract_mesh):
+        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh"):
+            oxe1.context(mesh=bad)
+    with pytest.raises(TypeError, match=r"base must be a context of Orbax's v1, not RestorePolicy"):
+        oxe1.context(base=oxe.RestorePolicy())
 
 
 @pytest.mark.parametrize(
