@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import json
 import pathlib
 import threading
@@ -227,7 +226,6 @@ def test_what_orbax_does_not_recognize_we_read_or_say_why_not(tmp_path, mesh, in
 
 def test_a_tree_that_jax_cannot_flatten_is_refused_by_name(tmp_path):
     """Which Orbax's own `save` does before it asks a handler, by what JAX says."""
-    gc.collect()  # what earlier refusals left: collected at such a depth, Python cannot even warn of it
     itself: dict[str, Any] = {}
     itself["a"] = itself
     with pytest.raises(oxe.SaveRefusedError, match=r"keys do not sort \(int, str\)"):
