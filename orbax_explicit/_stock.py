@@ -62,6 +62,7 @@ from orbax_explicit._storage import (
 from orbax_explicit._zarr import ZarrArray, parse_zarr
 
 METADATA_FILE = "_METADATA"
+STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 SHARDING_FILE = "_sharding"
 
 _ARRAY_METADATA_DIRECTORY = "array_metadatas"

@@ -16,7 +16,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -44,6 +44,17 @@ from orbax_explicit._stock import read_array_store
 PyTree: TypeAlias = Any
 Unreduced: TypeAlias = Literal["error", "reduce"]
 SaveArgs: TypeAlias = Mapping[tuple[str, ...], ocp.SaveArgs]
+
+
+def checked_unreduced(unreduced: Unreduced) -> Unreduced:
+    """The same choice, where it is one.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if unreduced not in get_args(Unreduced):
+        raise ValueError(f"unreduced must be one of {list(get_args(Unreduced))}, not {unreduced!r}")
+    return unreduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +130,7 @@ class Trees:
         *,
         codec_policy: CodecPolicy,
         use_ocdbt: bool,
+        use_zarr3: bool,
         primary_host: int | None,
         policy: RestorePolicy | None = None,
     ) -> None:
@@ -128,9 +140,14 @@ class Trees:
             make_storage: Makes Orbax's handler of plain trees from the type handlers that it is to use.
             codec_policy: What chunks are encoded with.
             use_ocdbt: Whether arrays are stored in an OCDBT database rather than in a directory each.
+            use_zarr3: Whether they are stored as Zarr version 3 rather than 2.
             primary_host: The process that writes the record; None for all, each to a disk of its own.
             policy: The choices by which Orbax's metadata say where an array would land.
+
+        Raises:
+            ValueError: The version of Zarr has no such codec.
         """
+        codec_policy.check_format(use_zarr3=use_zarr3)
         self._use_ocdbt = use_ocdbt
         self._primary_host = primary_host
         self._storage = make_storage(_type_handlers(policy, primary_host, codec_policy))
@@ -244,9 +261,7 @@ class Trees:
         Raises:
             FormatError: The record, or Orbax's list of the leaves, is damaged.
         """
-        directory = find_item(directory)
-        read_array_store(directory, read_digests(directory))
-        return read_item_manifest(directory)
+        return read_item_manifest(_find_listed(directory))
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's v0 metadata of the tree.
@@ -254,18 +269,28 @@ class Trees:
         Raises:
             FormatError: The record, or Orbax's list of the leaves, is damaged.
         """
-        directory = find_item(directory)
-        read_array_store(directory, read_digests(directory))
-        return self._storage.metadata(directory)
+        return self._storage.metadata(_find_listed(directory))
 
     def close(self) -> None:
         """Releases what Orbax's handler holds."""
         self._storage.close()
 
 
+def _find_listed(directory: epath.Path) -> epath.Path:
+    """The directory of the item, once Orbax's list of its leaves was found to be what was written.
+
+    Raises:
+        FormatError: The list is damaged.
+    """
+    directory = find_item(directory)
+    read_array_store(directory, read_digests(directory))
+    return directory
+
+
 def _type_handlers(
     policy: RestorePolicy | None, primary_host: int | None, codec_policy: CodecPolicy
 ) -> ocp.type_handlers.TypeHandlerRegistry:
+    policy = policy.for_arrays_alone() if policy is not None else None
     numbers = ExplicitScalarHandler(codec_policy=codec_policy, primary_host=primary_host)
     arrays = ExplicitArrayHandler(policy=policy, records=False, primary_host=primary_host, codec_policy=codec_policy)
     return ocp.type_handlers.create_type_handler_registry(

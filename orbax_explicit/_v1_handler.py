@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import PYTHON_SCALARS
 from orbax_explicit._policy import RestorePolicy
 from orbax_explicit._restoring import checked_mesh
-from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced
+from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced, checked_unreduced
 
 PyTree: TypeAlias = Any
 _T = TypeVar("_T")
@@ -52,8 +52,7 @@ class Options:
     asked: Asked | None = None
 
     def __post_init__(self) -> None:
-        if self.unreduced not in get_args(Unreduced):
-            raise ValueError(f"unreduced must be one of {list(get_args(Unreduced))}, not {self.unreduced!r}")
+        checked_unreduced(self.unreduced)
         checked_mesh(self.mesh)
 
 
@@ -229,8 +228,6 @@ class ExplicitPyTreeHandler:
         codec_policy = self._options.codec_policy
         if not saving.use_compression:
             codec_policy = dataclasses.replace(codec_policy, compression=None)
-        codec_policy.check_format(use_zarr3=saving.use_zarr3)
-        policy = self._options.policy
         return Trees(
             lambda type_handlers: ocp0.PyTreeCheckpointHandler(
                 handler_impl=ocp0.BasePyTreeCheckpointHandler(
@@ -245,8 +242,9 @@ class ExplicitPyTreeHandler:
             ),
             codec_policy=codec_policy,
             use_ocdbt=saving.use_ocdbt,
+            use_zarr3=saving.use_zarr3,
             primary_host=options.primary_host,
-            policy=policy.for_arrays_alone() if policy is not None else None,
+            policy=self._options.policy,
         )
 
 

@@ -36,7 +36,7 @@ from orbax_explicit._sidecar import (
     read_item_manifest,
 )
 from orbax_explicit._small_arrays import decode_chunk
-from orbax_explicit._stock import METADATA_FILE, read_array_store, read_stock_manifest
+from orbax_explicit._stock import METADATA_FILE, STEP_METADATA_FILE, read_array_store, read_stock_manifest
 from orbax_explicit._stock_json import UnreadableError, parse_json_object, read_file
 from orbax_explicit._storage import (
     OCDBT_MANIFEST,
@@ -58,7 +58,6 @@ Progress: TypeAlias = Callable[[int, int], None]
 _WORKERS = min(8, os.cpu_count() or 1)
 
 _STEP_NAME = re.compile(r"(|.*_)(\d+)")
-_STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 _V1_MARK = "orbax.checkpoint"
 _TREE_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
 
@@ -216,7 +215,7 @@ def _is_good(step: epath.Path, progress: Progress | None) -> bool:
 def _listed_trees(step: epath.Path) -> list[str]:
     """Names of the items of a step that hold trees, as far as Orbax lists them."""
     try:
-        listed = parse_json_object(read_file(step / _STEP_METADATA_FILE) or b"{}").get("item_handlers")
+        listed = parse_json_object(read_file(step / STEP_METADATA_FILE) or b"{}").get("item_handlers")
     except UnreadableError:
         return []
     handlers = listed if isinstance(listed, dict) else {}
@@ -313,14 +312,14 @@ class _Verification:
         """Whether v1 of Orbax would open the item. The file is Orbax's, written last, and has no digest."""
         beside = self._directory.parent
         try:
-            metadata = read_file(beside / _STEP_METADATA_FILE)
+            metadata = read_file(beside / STEP_METADATA_FILE)
             if metadata is not None:
                 parse_json_object(metadata)
             elif (beside / _V1_MARK).exists():
                 raise UnreadableError("missing")
         except UnreadableError as error:
             what = f"Orbax's own metadata beside the item are {error}"
-            self._damages.append(Damage(what=what, file=f"../{_STEP_METADATA_FILE}"))
+            self._damages.append(Damage(what=what, file=f"../{STEP_METADATA_FILE}"))
 
     def _read_manifest(self) -> Manifest | None:
         is_own = is_recorded(self._directory)

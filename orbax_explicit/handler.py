@@ -5,11 +5,8 @@ Arguments in Orbax's terms, translated for `_trees`, which saves and restores.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import dataclasses
-from collections.abc import Coroutine
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,11 +18,11 @@ from orbax_explicit import _compat
 from orbax_explicit._arrays import await_directories
 from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
 from orbax_explicit._errors import SaveRefusedError
+from orbax_explicit._event_loops import run
 from orbax_explicit._policy import RestorePolicy, checked_policy
-from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced
+from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced, checked_unreduced
 
 PyTree: TypeAlias = Any
-_T = TypeVar("_T")
 
 _DEFAULT_CONCURRENT_GB = 96  # As in stock's StandardCheckpointHandler.
 
@@ -72,8 +69,6 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             ValueError: There is no such checksum or compression, or not with this version of Zarr.
         """
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        codec_policy = CodecPolicy(checksum=checksum, compression=compression)
-        codec_policy.check_format(use_zarr3=use_zarr3)
         self._policy = checked_policy(policy)
         self._restore_concurrent_nbytes = restore_concurrent_gb * 10**9 if restore_concurrent_gb is not None else None
         self._trees = Trees(
@@ -86,10 +81,11 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
                 type_handler_registry=type_handlers,
                 **kwargs,
             ),
-            codec_policy=codec_policy,
+            codec_policy=CodecPolicy(checksum=checksum, compression=compression),
             use_ocdbt=use_ocdbt,
+            use_zarr3=use_zarr3,
             primary_host=options.primary_host,
-            policy=policy.for_arrays_alone() if policy is not None else None,
+            policy=self._policy,
         )
 
     async def async_save(
@@ -129,7 +125,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
             for future in await self.async_save(directory, args=args) or []:
                 future.result()
 
-        _run(save())
+        run(save())
 
     def restore(self, directory: epath.Path, args: ExplicitRestore | ocp.args.StandardRestore | None = None) -> PyTree:
         """Restores the tree, with every array laid out as planned.
@@ -151,7 +147,7 @@ class ExplicitCheckpointHandler(ocp.AsyncCheckpointHandler):
                 max_in_flight_nbytes=self._restore_concurrent_nbytes,
             ),
         )
-        return _run(self._trees.read(planned))
+        return run(self._trees.read(planned))
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's metadata of the tree: shapes, dtypes and shardings, without the devices that saved it.
@@ -192,8 +188,7 @@ class ExplicitSave(ocp.args.CheckpointArgs):
     unreduced: Unreduced = "error"
 
     def __post_init__(self) -> None:
-        if self.unreduced not in get_args(Unreduced):
-            raise ValueError(f"unreduced must be one of {list(get_args(Unreduced))}, not {self.unreduced!r}")
+        checked_unreduced(self.unreduced)
 
 
 @ocp.args.register_with_handler(ExplicitCheckpointHandler, for_restore=True)
@@ -243,9 +238,3 @@ def _explicit(args: ExplicitRestore | ocp.args.StandardRestore | None) -> Explic
         fallback_sharding=args.fallback_sharding,
         support_layout=args.support_layout,
     )
-
-
-def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Runs a coroutine to its end. In a thread of its own: an event loop may be running in this one."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(asyncio.run, coroutine).result()

@@ -36,9 +36,6 @@ in a notebook, Orbax's own functions call handlers from another thread, in which
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextvars
 import dataclasses
 import json
 import os
@@ -53,8 +50,10 @@ from orbax_explicit import _compat
 from orbax_explicit._binding import read_present
 from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
 from orbax_explicit._errors import CheckpointLayoutError, Problem
+from orbax_explicit._event_loops import run
 from orbax_explicit._policy import RestorePolicy, checked_policy
 from orbax_explicit._sidecar import find_item, list_items
+from orbax_explicit._stock import STEP_METADATA_FILE
 from orbax_explicit._trees import Unreduced
 from orbax_explicit._v1_handler import Asked, ExplicitPyTreeHandler, Options, bind, options_of
 
@@ -89,7 +88,7 @@ def handler_type(
     """
     return bind(
         Options(
-            policy=checked_policy(policy) if policy is not None else None,
+            policy=checked_policy(policy),
             mesh=mesh,
             unreduced=unreduced,
             codec_policy=CodecPolicy(checksum=checksum, compression=compression),
@@ -200,7 +199,7 @@ def load(
         RestoreRefusedError: Something cannot be restored as asked; lists everything. Nothing has been read.
         FormatError: The record or an array is damaged, or from a newer version.
     """
-    policy = checked_policy(policy) if policy is not None else None
+    policy = checked_policy(policy)
     asked = Asked(
         target=target.metadata if isinstance(target, ocp.CheckpointMetadata) else target, present=read_present()
     )
@@ -218,7 +217,7 @@ def load(
         else _named_item(directory, checkpointable_name)
     )
     # A tree of v0 lies in the directory that was saved to; others in one of their own, which Orbax wants to be named.
-    is_alone = item == directory and not (item.parent / "_CHECKPOINT_METADATA").exists()
+    is_alone = item == directory and not (item.parent / STEP_METADATA_FILE).exists()
     context = _context(choose)
     with context:
         try:
@@ -241,8 +240,7 @@ def _read(handler: Any, item: epath.Path) -> PyTree:
     async def read() -> PyTree:
         return await (await handler.load(item))
 
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(contextvars.copy_context().run, asyncio.run, read()).result()
+    return run(read())
 
 
 def _named_item(directory: epath.Path, name: str) -> epath.Path:
@@ -353,7 +351,7 @@ def _check_replaceable(directory: epath.Path) -> None:
     Raises:
         CheckpointLayoutError: It is the root of steps, or something else.
     """
-    if not directory.exists() or (directory / "_CHECKPOINT_METADATA").exists():
+    if not directory.exists() or (directory / STEP_METADATA_FILE).exists():
         return
     if directory.is_dir() and (list_items(directory) or not any(directory.iterdir())):
         return

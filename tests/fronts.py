@@ -48,6 +48,12 @@ def restore(
         return checkpointer.restore(root, target, mesh=mesh, policy=policy)
 
 
+def save_stock(root: pathlib.Path, state: Any) -> None:
+    """By stock Orbax, for us to restore."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(root, state)
+
+
 def save_managed(root: pathlib.Path, state: Any, **options: Any) -> None:
     with ocp.CheckpointManager(root, item_handlers=oxe.ExplicitCheckpointHandler(**options)) as manager:
         manager.save(STEP, args=oxe.args.ExplicitSave(state))

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import fronts
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp1
 import pytest
 import stock_readers
@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from stock_readers import LOADERS, Loaded, Seen
 from trees import matrix, place
 
-import orbax_explicit as oxe
 from orbax_explicit import v1 as oxe1
 from orbax_explicit.testing import run_on_devices
 
@@ -29,28 +28,13 @@ from orbax_explicit.testing import run_on_devices
 pytestmark = pytest.mark.xdist_group("four by four")
 
 
-def _save_v0(path: pathlib.Path, state: Any) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def _save_ours(path: pathlib.Path, state: Any) -> None:
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def _load_ours(path: pathlib.Path, target: Any = None) -> Any:
-    with oxe.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, target)
-
-
 WRITERS: Mapping[str, Callable[[pathlib.Path, Any], None]] = {
-    "stock v0": _save_v0,
+    "stock v0": fronts.save_stock,
     "stock v1": ocp1.save,
-    "ours v0": _save_ours,
+    "ours v0": fronts.save,
     "ours v1": oxe1.save,
 }
-READERS = {**LOADERS, "ours v0": _load_ours, "ours v1": oxe1.load}
+READERS = {**LOADERS, "ours v0": fronts.restore, "ours v1": oxe1.load}
 OURS = {name: load for name, load in READERS.items() if name.startswith("ours")}
 
 VALUES, LAYOUT = "values", "mesh, axis types and specs"

@@ -53,6 +53,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "_budget",
         "_allocator",
         "_garbage",
+        "_event_loops",
         "_array_writing",
         "_verifying",
     ),

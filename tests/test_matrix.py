@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fronts import FRONTS, Front
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from trees import Moments, assert_same_values, matrix, place
 
 import orbax_explicit as oxe
-from orbax_explicit import v1 as oxe1
 from orbax_explicit._capture import record_path
 from orbax_explicit._outcomes import OnDevice, OnHost, OnMesh, Outcome, Uncommitted
 from orbax_explicit.testing import run_on_devices
@@ -198,25 +198,7 @@ WAYS: Mapping[str, Callable[[Layout, Layout], dict[str, Any]]] = {
 # Through which API.
 
 
-@dataclass(frozen=True)
-class Api:
-    """Saves at a path, and restores from there."""
-
-    save: Callable[[pathlib.Path, Any], None]
-    restore: Callable[..., Any]
-
-
-def save_v0(path: pathlib.Path, state: Any) -> None:
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def restore_v0(path: pathlib.Path, **arguments: Any) -> Any:
-    with oxe.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, **arguments)
-
-
-APIS = {"v0": Api(save_v0, restore_v0), "v1": Api(oxe1.save, oxe1.load)}
+APIS = {"v0": FRONTS["StandardCheckpointer"], "v1": FRONTS["v1"]}
 
 
 # What is held against what.
@@ -281,7 +263,7 @@ def assert_placed(restored: Any, outcome: Outcome, name: str) -> None:
             raise AssertionError(f"{name}: no leaf of these restores is {placement}")
 
 
-def check_restore(api: Api, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> str:
+def check_restore(api: Front, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> str:
     """Restores, and holds every leaf against its saved value and against the plan; returns the plan as JSON."""
     plan = oxe.plan_restore(path, **arguments)
     assert not plan.refused
@@ -367,7 +349,7 @@ def restore_all(root: pathlib.Path, name: str) -> dict[Case, Report]:
     return reports
 
 
-def report_restore(api: Api, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> Report:
+def report_restore(api: Front, path: pathlib.Path, arguments: dict[str, Any], expected: Any) -> Report:
     try:
         return Report("", check_restore(api, path, arguments, expected))
     except Exception:  # noqa: BLE001 - the test that asks for this case shows it

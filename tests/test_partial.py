@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from fronts import managed_item, restore, save
+from fronts import managed_item, restore, save, save_stock
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from trees import assert_same_tree, matrix, place
@@ -38,11 +38,6 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
         "keys": jax.jit(lambda: keys, out_shardings=NamedSharding(mesh, P("d")))(),
         "opt": {"mu": place(mesh, noise, P("d", "m")), "host": noise},
     }
-
-
-def save_stock(root: pathlib.Path, state: Any) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(root, state)
 
 
 def save_pytree(root: pathlib.Path, state: Any, **options: Any) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest import mock
 
+import fronts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,16 +88,6 @@ class Way:
     in_steps: bool = False
 
 
-def save_async(path: pathlib.Path, state: Any) -> None:
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def restore_async(path: pathlib.Path, target: Any = None) -> Any:
-    with oxe.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, target)
-
-
 def save_sync(path: pathlib.Path, state: Any) -> None:
     with ocp.Checkpointer(oxe.ExplicitCheckpointHandler()) as checkpointer:
         checkpointer.save(path, args=oxe.args.ExplicitSave(state))
@@ -142,18 +133,13 @@ def restore_by_v1_checkpointer(path: pathlib.Path) -> Any:
         return checkpointer.load(STEP)
 
 
-def save_stock(path: pathlib.Path, state: Any) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
 REGISTERED = "by stock's StandardCheckpointer under register"
 WAYS = {
-    "asynchronously": Way(whole_state, save_async, restore_async),
+    "asynchronously": Way(whole_state, fronts.save, fronts.restore),
     "synchronously": Way(whole_state, save_sync, restore_sync),
     "by a CheckpointManager": Way(whole_state, save_managed, restore_managed, in_steps=True),
     REGISTERED: Way(array_state, save_registered, restore_registered),
-    "by stock Orbax": Way(stock_state, save_stock, restore_async),
+    "by stock Orbax": Way(stock_state, fronts.save_stock, fronts.restore),
     "by v1": Way(whole_state, oxe1.save, oxe1.load),
     "by v1's training.Checkpointer": Way(
         plain_state, save_by_v1_checkpointer, restore_by_v1_checkpointer, in_steps=True
@@ -210,9 +196,9 @@ def restore_into_eval_shape(root: pathlib.Path, layout_name: str) -> None:
     for under in (True, False):
         if under:
             with jax.set_mesh(mesh):
-                restored = restore_async(path, target)
+                restored = fronts.restore(path, target)
         else:
-            restored = restore_async(path, target)
+            restored = fronts.restore(path, target)
         assert restored["w"].sharding == NamedSharding(mesh, P("m", "d"), memory_kind="device")
         assert_same_values(restored["w"], place(mesh, matrix(), P("m", "d")))
         assert not restored["step"].committed
@@ -221,7 +207,7 @@ def restore_into_eval_shape(root: pathlib.Path, layout_name: str) -> None:
 
 def save_for_eval_shape(root: pathlib.Path, layout_name: str) -> None:
     state = {"w": place(make_mesh(), matrix(), P("d", "m")), "step": jnp.int32(5)}
-    save_async(root / f"{layout_name}, for eval_shape", state)
+    fronts.save(root / f"{layout_name}, for eval_shape", state)
 
 
 def count_written_records(root: pathlib.Path) -> dict[str, int]:
@@ -229,7 +215,7 @@ def count_written_records(root: pathlib.Path) -> dict[str, int]:
     counts = {}
     state = array_state(make_mesh())
     for name, module, save in (
-        ("handler", trees_module, save_async),
+        ("handler", trees_module, fronts.save),
         ("registered", arrays_module, save_registered),
     ):
         with mock.patch.object(module, "write_records", wraps=module.write_records) as write:
@@ -243,14 +229,14 @@ def try_to_save_a_local_array(root: pathlib.Path) -> dict[str, str]:
     mesh = make_mesh()
     refused: dict[str, str] = {}
     local = jax.device_put(matrix(), jax.local_devices()[0])
-    for name, save in (("handler", save_async), ("sync", save_sync), ("registered", save_registered)):
+    for name, save in (("handler", fronts.save), ("sync", save_sync), ("registered", save_registered)):
         path = root / f"refused, {name}"
         with pytest.raises(oxe.SaveRefusedError) as error:
             save(path, {"w": place(mesh, matrix(), P("d")), "mine": local, "n": {"mine": local}})
         refused[name] = str(error.value)
         state = {"w": place(mesh, matrix(), P("d"))}
         save(path, state)
-        assert_same_tree(restore_async(path), state)
+        assert_same_tree(fronts.restore(path), state)
     return refused
 
 
@@ -264,7 +250,7 @@ def try_to_save_on_a_part(root: pathlib.Path) -> list[str]:
             (8, 8), NamedSharding(mesh, P("d")), lambda index: matrix()[index], dtype=np.float32
         )
         try:
-            save_async(root / f"on a part, {process}", {"w": place(make_mesh(), matrix(), P("d")), "part": part})
+            fronts.save(root / f"on a part, {process}", {"w": place(make_mesh(), matrix(), P("d")), "part": part})
         except Exception as error:  # noqa: BLE001 - the test shows it
             refused.append(f"{type(error).__name__}: {error}")
     return refused
@@ -277,8 +263,8 @@ def try_to_restore_too_wide_a_target(root: pathlib.Path) -> str:
     target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(wide, P("d")))}
     target |= {"step": jax.ShapeDtypeStruct((), jnp.int32)}
     with pytest.raises(oxe.MeshMismatchError) as error:
-        restore_async(path, target)
-    assert_same_values(restore_async(path)["w"], place(make_mesh(), matrix(), P("d", "m")))
+        fronts.restore(path, target)
+    assert_same_values(fronts.restore(path)["w"], place(make_mesh(), matrix(), P("d", "m")))
     return str(error.value)
 
 
@@ -305,7 +291,7 @@ def save_values_of_its_own(root: pathlib.Path) -> dict[str, Any]:
     index = jax.process_index()
     seen = {}
     for name, save, restore in (
-        ("handler", save_async, restore_async),
+        ("handler", fronts.save, fronts.restore),
         ("registered", save_registered, restore_registered),
     ):
         path = root / f"of its own, {name}"
@@ -331,7 +317,7 @@ def save_a_pending_sum(root: pathlib.Path) -> None:
     path = root / "a pending sum"
     with oxe.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, {"grad": pending_sum(mesh)}, unreduced="reduce")
-    restored = restore_async(path)["grad"]
+    restored = fronts.restore(path)["grad"]
     assert restored.sharding == NamedSharding(mesh, P("d", None), memory_kind="device")
     assert_same_values(restored, place(mesh, matrix() @ matrix(), P("d", None)))
 
@@ -345,8 +331,8 @@ def save_replicas(root: pathlib.Path) -> None:
     random = np.random.default_rng(0)
     values = [random.standard_normal((256, 1024)).astype(np.float32) for _ in range(REPLICAS + 1)]
     state = {f"w{i}": place(mesh, x, P() if i < REPLICAS else P("d")) for i, x in enumerate(values)}
-    save_async(root / "replicas", state)
-    assert_same_tree(restore_async(root / "replicas"), state)
+    fronts.save(root / "replicas", state)
+    assert_same_tree(fronts.restore(root / "replicas"), state)
 
 
 def describe_plans(root: pathlib.Path) -> dict[str, tuple[str, str]]:
@@ -584,7 +570,7 @@ def wanted(array: jax.Array) -> Wanted:
 
 
 def save_for_stock(root: pathlib.Path) -> None:
-    save_async(root / FOR_STOCK, array_state(make_mesh()))
+    fronts.save(root / FOR_STOCK, array_state(make_mesh()))
 
 
 FOR_STOCK = "for stock"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import fronts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,19 +68,8 @@ def _save_v1(path: pathlib.Path | str, tree: Any) -> None:
         ocp1.save(path, tree)
 
 
-def _save_ours(path: pathlib.Path | str, tree: Any) -> None:
-    with oxe.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-        checkpointer.wait_until_finished()
-
-
-def _restore_ours(path: pathlib.Path, target: Any = None, **kwargs: Any) -> Any:
-    with oxe.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, target, **kwargs)
-
-
 STOCK = {"v0": Api(_save_v0, _restore_v0), "v1": Api(_save_v1, ocp1.load)}
-OURS = {"ours v0": Api(_save_ours, _restore_ours), "ours v1": Api(oxe1.save, oxe1.load)}
+OURS = {"ours v0": Api(fronts.save, fronts.restore), "ours v1": Api(oxe1.save, oxe1.load)}
 ALL = {**STOCK, **OURS}
 
 FEW_ARRAYS = 4
