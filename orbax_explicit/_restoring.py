@@ -166,8 +166,22 @@ def plan_restore(
         FormatError: The record is damaged or from a newer version.
     """
     present = devices if isinstance(devices, Inventory) else read_present(devices)
-    manifest = read_manifest(path)
-    return _make_plan(manifest, present, target=_capture_target(manifest, target), mesh=mesh, policy=policy)
+    return plan_manifest(read_manifest(path), present, target=target, mesh=mesh, policy=policy)
+
+
+def plan_manifest(
+    manifest: Manifest,
+    present: Present | Inventory,
+    *,
+    target: PyTree = None,
+    mesh: Mesh | None = None,
+    policy: RestorePolicy | None = None,
+    strict: bool = True,
+    fallback: Sharding | None = None,
+) -> RestorePlan:
+    """Says what a restore would do, refused or not; takes what `bind_restore` takes, or the inventory of other devices."""
+    captured = _capture_target(manifest, target)
+    return _make_plan(manifest, present, target=captured, mesh=mesh, policy=policy, strict=strict, fallback=fallback)
 
 
 def _capture_target(manifest: Manifest, target: PyTree) -> CapturedTarget | None:

@@ -146,7 +146,7 @@ def find_item(path: str | PathLike[str], *, prefer: str = "") -> epath.Path:
             Problem(
                 could_not=f"cannot tell which item of {directory} is meant",
                 present=", ".join(item.name for item in items),
-                fix="pass the path of one of them",
+                fix="pass the path of one of them; the functions of v1 take its name as checkpointable_name=",
             )
         )
     steps = sorted((child.name for child in _children(directory) if child.name.isdigit()), key=int)

@@ -35,9 +35,10 @@ from orbax_explicit._errors import Problem, SaveRefusedError
 from orbax_explicit._garbage import paused_collection
 from orbax_explicit._host_handlers import ExplicitNumpyHandler, ExplicitScalarHandler
 from orbax_explicit._leaf_reading import read_leaves
+from orbax_explicit._plan import RestorePlan
 from orbax_explicit._policy import RestorePolicy
-from orbax_explicit._records import LeafPath, Manifest, dtype_itemsize, path_names, path_text
-from orbax_explicit._restoring import BoundPlan, bind_restore
+from orbax_explicit._records import Inventory, LeafPath, Manifest, dtype_itemsize, path_names, path_text
+from orbax_explicit._restoring import BoundPlan, bind_restore, plan_manifest
 from orbax_explicit._sidecar import find_item, read_item_manifest, write_records
 from orbax_explicit._stock import read_array_store
 
@@ -234,6 +235,22 @@ class Trees:
             fallback=request.fallback,
         )
         return PlannedRestore(directory=directory, bound=bound, request=request)
+
+    def describe(self, directory: epath.Path, request: RestoreRequest, present: Present | Inventory) -> RestorePlan:
+        """The plan of a restore, refused or not, onto devices that are here or elsewhere.
+
+        Raises:
+            FormatError: The record is damaged or from a newer version.
+        """
+        return plan_manifest(
+            read_item_manifest(find_item(directory)),
+            present,
+            target=request.target,
+            mesh=request.mesh,
+            policy=request.policy,
+            strict=request.strict,
+            fallback=request.fallback,
+        )
 
     async def read(self, restore: PlannedRestore) -> PyTree:
         """Reads what was planned.

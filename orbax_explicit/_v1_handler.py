@@ -25,7 +25,9 @@ from orbax_explicit._binding import Present
 from orbax_explicit._codecs import CodecPolicy
 from orbax_explicit._errors import SaveRefusedError
 from orbax_explicit._leaf_capture import PYTHON_SCALARS
+from orbax_explicit._plan import RestorePlan
 from orbax_explicit._policy import RestorePolicy
+from orbax_explicit._records import Inventory
 from orbax_explicit._restoring import checked_mesh
 from orbax_explicit._trees import RestoreRequest, SaveRequest, Trees, Unreduced, checked_unreduced
 
@@ -159,19 +161,9 @@ class ExplicitPyTreeHandler:
         asked = self._options.asked
         if asked is not None:
             asked.taken.append(self)
-        loading = self._context.array.loading
-        policy = self._options.policy or RestorePolicy()
-        if self._context.pytree.loading.partial_load:
-            policy = dataclasses.replace(policy, extra="ignore")
         planned = self._trees.plan(
             directory,
-            RestoreRequest(
-                target=abstract_checkpointable if asked is None else asked.target,
-                mesh=self._options.mesh,
-                policy=policy,
-                strict=not loading.enable_padding_and_truncation,
-                max_in_flight_nbytes=self._context.memory.read_concurrent_bytes,
-            ),
+            self._restore_request(abstract_checkpointable if asked is None else asked.target),
             asked.present if asked is not None else None,
         )
         # In a loop of its own: that of the caller may be one that was patched to be entered twice.
@@ -197,6 +189,14 @@ class ExplicitPyTreeHandler:
         """
         self._trees.capture(self._save_request(checkpointable))
 
+    def plan(self, directory: epath.Path, abstract_checkpointable: PyTree, present: Present | Inventory) -> RestorePlan:
+        """What `load` would do onto these devices.
+
+        Raises:
+            FormatError: The record is damaged or from a newer version.
+        """
+        return self._trees.describe(directory, self._restore_request(abstract_checkpointable), present)
+
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether each leaf is of a kind that is saved; of what JAX cannot take for a tree, `save` says why."""
         try:
@@ -219,6 +219,18 @@ class ExplicitPyTreeHandler:
             save_args=_save_args(saving, tree),
             reduce=self._options.unreduced == "reduce",
             data_file_nbytes=saving.ocdbt_target_data_file_size,
+        )
+
+    def _restore_request(self, target: PyTree) -> RestoreRequest:
+        policy = self._options.policy or RestorePolicy()
+        if self._context.pytree.loading.partial_load:
+            policy = dataclasses.replace(policy, extra="ignore")
+        return RestoreRequest(
+            target=target,
+            mesh=self._options.mesh,
+            policy=policy,
+            strict=not self._context.array.loading.enable_padding_and_truncation,
+            max_in_flight_nbytes=self._context.memory.read_concurrent_bytes,
         )
 
     @functools.cached_property

@@ -20,6 +20,8 @@ Orbax does some things before it asks any handler, and there `load`, `save` and 
   can be refused. `save` asks first; before an `overwrite=True` of `training.Checkpointer`, `check` does.
 - `ocp.load` picks one of several trees by its name, and says of a path that holds none no more than that it cannot be
   recognized. `load` says what is there.
+- A context of Orbax's own that is entered within one of this module, `with ocp.Context(): ...`, takes its place, and
+  trees go through Orbax's own handler again: pass it as `context(base=...)`.
 - `ocp.partial.save` uses Orbax's own handler, and nothing of it is recorded.
 - `ocp.metadata` gives None for a checkpoint whose metadata it cannot read; `orbax_explicit.read_manifest` says why.
 
@@ -39,9 +41,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import orbax.checkpoint.experimental.v1 as ocp
 from etils import epath
 from jax.sharding import Mesh
@@ -51,13 +54,15 @@ from orbax_explicit._binding import read_present
 from orbax_explicit._codecs import Checksum, CodecPolicy, Compression
 from orbax_explicit._errors import CheckpointLayoutError, Problem
 from orbax_explicit._event_loops import run
+from orbax_explicit._plan import RestorePlan
 from orbax_explicit._policy import RestorePolicy, checked_policy
+from orbax_explicit._records import Inventory
 from orbax_explicit._sidecar import find_item, list_items
 from orbax_explicit._stock import STEP_METADATA_FILE
 from orbax_explicit._trees import Unreduced
 from orbax_explicit._v1_handler import Asked, ExplicitPyTreeHandler, Options, bind, options_of
 
-__all__ = ["ExplicitPyTreeHandler", "check", "context", "handler_type", "load", "save", "save_async"]
+__all__ = ["ExplicitPyTreeHandler", "check", "context", "handler_type", "load", "plan_restore", "save", "save_async"]
 
 PyTree: TypeAlias = Any
 
@@ -180,7 +185,7 @@ def load(
     policy: RestorePolicy | None = None,
     checkpointable_name: str | None = None,
 ) -> PyTree:
-    """Restores a tree, as `ocp.load` does. Every array lands as `plan_restore` of the item says for the same arguments.
+    """Restores a tree, as `ocp.load` does. Every array lands as `plan_restore` says for the same arguments.
 
     Every process calls it, whether within a context of this module or not.
 
@@ -199,25 +204,11 @@ def load(
         RestoreRefusedError: Something cannot be restored as asked; lists everything. Nothing has been read.
         FormatError: The record or an array is damaged, or from a newer version.
     """
-    policy = checked_policy(policy)
-    asked = Asked(
-        target=target.metadata if isinstance(target, ocp.CheckpointMetadata) else target, present=read_present()
-    )
-
-    def choose(name: str | None, bound: Options | None) -> Options:
-        bound = bound or Options()
-        return dataclasses.replace(
-            bound, policy=policy or bound.policy, mesh=mesh if mesh is not None else bound.mesh, asked=asked
-        )
-
-    directory = epath.Path(path)
-    item = (
-        find_item(directory, prefer=_STATE)
-        if checkpointable_name is None
-        else _named_item(directory, checkpointable_name)
-    )
+    asked = Asked(target=_target(target), present=read_present())
+    choose = _choose_restore(policy, mesh, asked)
+    item = _find_tree(path, checkpointable_name)
     # A tree of v0 lies in the directory that was saved to; others in one of their own, which Orbax wants to be named.
-    is_alone = item == directory and not (item.parent / STEP_METADATA_FILE).exists()
+    is_alone = item == epath.Path(path) and not (item.parent / STEP_METADATA_FILE).exists()
     context = _context(choose)
     with context:
         try:
@@ -232,6 +223,67 @@ def load(
     if not asked.taken:
         raise ValueError(f"{path} was loaded by another handler than ours, which saw no target: use Orbax's own load")
     return tree
+
+
+def plan_restore(
+    path: str | os.PathLike[str],
+    target: PyTree = None,
+    *,
+    mesh: Mesh | None = None,
+    devices: Sequence[jax.Device] | Inventory | None = None,
+    policy: RestorePolicy | None = None,
+    checkpointable_name: str | None = None,
+) -> RestorePlan:
+    """Says what `load` would do with the same arguments in the same context, before any array is read. `print` it.
+
+    It differs from `orbax_explicit.plan_restore`, which knows no context, where there is one: that may hold a mesh, a
+    policy, or Orbax's options for partial loading and for padding. Any process may call it; each plans the same.
+
+    Args:
+        path: As for `load`.
+        target: As for `load`.
+        mesh: As for `load`.
+        devices: The devices to restore onto, or an inventory of them; None for `jax.devices()`.
+        policy: As for `load`.
+        checkpointable_name: As for `load`.
+
+    Returns:
+        The plan; `plan.refused` lists everything that could not be done.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        CheckpointLayoutError: What is there is no checkpoint, or an unfinished one, or it has several trees.
+        FormatError: The record is damaged or from a newer version.
+    """
+    item = _find_tree(path, checkpointable_name)
+    context = _context(_choose_restore(policy, mesh), name=item.name)
+    with context:
+        handler = context.checkpointables.registry.get(item.name)()
+    if not isinstance(handler, ExplicitPyTreeHandler):
+        raise ValueError(f"{item.name!r} is bound to another handler than ours in this context, which plans nothing")
+    return handler.plan(item, _target(target), devices if isinstance(devices, Inventory) else read_present(devices))
+
+
+def _target(target: PyTree) -> PyTree:
+    return target.metadata if isinstance(target, ocp.CheckpointMetadata) else target
+
+
+def _choose_restore(policy: RestorePolicy | None, mesh: Mesh | None, asked: Asked | None = None) -> _Choose:
+    policy = checked_policy(policy)
+
+    def choose(name: str | None, bound: Options | None) -> Options:
+        bound = bound or Options()
+        return dataclasses.replace(
+            bound, policy=policy or bound.policy, mesh=mesh if mesh is not None else bound.mesh, asked=asked
+        )
+
+    return choose
+
+
+def _find_tree(path: str | os.PathLike[str], name: str | None) -> epath.Path:
+    """The directory of the tree of this name; of None, of the only one, or of that of `save`."""
+    directory = epath.Path(path)
+    return find_item(directory, prefer=_STATE) if name is None else _named_item(directory, name)
 
 
 def _read(handler: Any, item: epath.Path) -> PyTree:

@@ -26,7 +26,8 @@ from trees import Moments, assert_same_tree, host_state, matrix, pending_sum, pl
 import orbax_explicit as oxe
 from orbax_explicit import _param_info, _trees
 from orbax_explicit import v1 as oxe1
-from orbax_explicit.testing import run_on_devices
+from orbax_explicit._records import Key
+from orbax_explicit.testing import fake_inventory, run_on_devices
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
@@ -294,8 +295,9 @@ def test_one_of_several_trees_is_never_picked_unasked(tmp_path, mesh):
     with oxe1.context():
         ocp.save_checkpointables(tmp_path / "two", {name: trees[name] for name in ("opt", "params")})
         ocp.save_checkpointables(tmp_path / "three", {**trees, "data": Counter(7)})
-    with pytest.raises(oxe.CheckpointLayoutError, match="opt, params"):
+    with pytest.raises(oxe.CheckpointLayoutError, match="opt, params") as error:
         oxe1.load(tmp_path / "two")
+    assert "checkpointable_name=" in str(error.value)
     assert_same_tree(oxe1.load(tmp_path / "two", checkpointable_name="params"), trees["params"])
     assert_same_tree(oxe1.load(tmp_path / "three", checkpointable_name="opt"), trees["opt"])
     assert_same_tree(oxe1.load(tmp_path / "three"), trees["state"])
@@ -476,6 +478,62 @@ def test_choices_of_a_context_hold_for_all_within_it(tmp_path, mesh):
             inner = ocp.load(tmp_path / "a")["w"]
     assert called.sharding == inner.sharding == saved["w"].sharding
     assert oxe1.load(tmp_path / "a")["w"].sharding == saved["w"].sharding
+
+
+def test_a_plan_is_of_what_a_load_in_the_same_context_does(tmp_path, mesh):
+    """Policy, mesh, Orbax's option for a part; those of the call; onto other devices; and where there is no context."""
+    saved = {"w": place(mesh, matrix(), P("d", "m")), "step": jnp.int32(5)}
+    oxe1.save(tmp_path / "a", saved)
+    turned = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AUTO, AUTO))
+    part = {"w": jax.ShapeDtypeStruct((8, 8), np.float32)}
+    base = ocp.Context()
+    base.pytree.loading.partial_load = True
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        plan = oxe1.plan_restore(tmp_path / "a", *args, **kwargs)
+        plan.raise_if_refused()
+        placement = plan.by_path[(Key("dict", "w"),)].placement
+        return placement.mesh.mesh.axis_sizes, placement.memory_kind, plan.left_out
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        restored = oxe1.load(tmp_path / "a", *args, **kwargs)
+        left_out = tuple((Key("dict", name),) for name in saved if name not in restored)
+        sharding = restored["w"].sharding
+        return sharding.mesh.axis_sizes, sharding.memory_kind, left_out
+
+    with oxe1.context(oxe.RestorePolicy(memory_kind="pinned_host"), mesh=turned, base=base):
+        assert planned() == loaded() == ((4, 2), "pinned_host", ())
+        assert planned(part) == loaded(part) == ((4, 2), "pinned_host", ((Key("dict", "step"),),))
+        by_call = {"mesh": mesh, "policy": oxe.RestorePolicy()}
+        assert planned(part, **by_call) == loaded(part, **by_call) == ((2, 4), "device", ((Key("dict", "step"),),))
+    assert planned() == loaded() == ((2, 4), "device", ())
+    assert planned(devices=fake_inventory(4)) == ((1, 4), "device", ())
+    assert "step" in str(oxe1.plan_restore(tmp_path / "a", part).refused[0])
+    assert oxe1.plan_restore(tmp_path / "a", checkpointable_name="state") == oxe.plan_restore(tmp_path / "a")
+    with pytest.raises(oxe.CheckpointLayoutError, match="no_such_tree"):
+        oxe1.plan_restore(tmp_path / "a", checkpointable_name="no_such_tree")
+
+
+def test_a_plan_needs_a_handler_of_ours(tmp_path):
+    """As a load does: another handler sees neither target nor policy."""
+    oxe1.save(tmp_path / "a", {"n": 1}, checkpointable_name="config")
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="config")
+    base = ocp.Context()
+    base.checkpointables.registry = registry
+    with base, pytest.raises(ValueError, match="'config' is bound to another handler"):
+        oxe1.plan_restore(tmp_path / "a", checkpointable_name="config")
+
+
+def test_a_context_of_orbaxs_own_takes_the_place_of_ours(tmp_path, mesh):
+    """What the documentation warns of, and what it says to do instead."""
+    state = {"layers": (place(mesh, matrix(), P("d", "m")),)}
+    oxe1.save(tmp_path / "a", state)
+    with oxe1.context():
+        with ocp.Context() as own:
+            assert type(ocp.load(tmp_path / "a")["layers"]) is list
+        with oxe1.context(base=own):
+            assert type(ocp.load(tmp_path / "a")["layers"]) is tuple
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False], ids=["OCDBT", "a directory for each array"])
