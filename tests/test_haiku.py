@@ -1,0 +1,709 @@
+"""`integrations.haiku`: parameters come out of `init` as they are placed, and stay so."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from trees import assert_same_tree, assert_same_values
+
+import orbax_explicit as oxe
+from orbax_explicit.integrations import haiku as oxh
+from orbax_explicit.integrations.optax import abstract_state
+from orbax_explicit.testing import run_on_devices
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+RNG = np.zeros(2, np.uint32)  # jax.random.PRNGKey(0), in no backend
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+
+KINDS = {
+    "auto": (AUTO, AUTO),
+    "explicit": (EXPLICIT, EXPLICIT),
+    "mixed": (EXPLICIT, AUTO),
+    "mixed back": (AUTO, EXPLICIT),
+}
+on_every_kind = pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+on_both_kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+jitted_and_not = pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["jitted", "eager"])
+
+
+def make_mesh(kinds: tuple[AxisType, AxisType], sizes: tuple[int, int] = (2, 4)) -> Mesh:
+    return jax.make_mesh(sizes, ("d", "m"), axis_types=kinds)
+
+
+def mlp(x: Any) -> Any:
+    """Three matrices: columns, rows, columns."""
+    return hk.nets.MLP([16, 32, 8])(x)
+
+
+ALTERNATING = {
+    "mlp/~/linear_0": {"w": P(None, "m"), "b": P()},
+    "mlp/~/linear_1": {"w": P("m", None), "b": P()},
+    "mlp/~/linear_2": {"w": P(None, "m"), "b": P()},
+}
+
+
+def placement_on(*kinds: AxisType) -> oxh.Placement:
+    """Alternating, and gathered for use where a product over a split dimension would have to be told its output."""
+    return oxh.Placement(oxh.alternate("m"), used=oxh.replicated if EXPLICIT in kinds else None)
+
+
+def assert_placed(tree: Any, mesh: Mesh, specs: Any) -> None:
+    """Each array lies so, on the devices in the order of the mesh."""
+
+    def check(keypath: Any, array: jax.Array, spec: P) -> None:
+        name = jax.tree_util.keystr(keypath)
+        assert isinstance(array.sharding, NamedSharding), name
+        assert array.sharding.mesh == mesh, name
+        assert array.sharding.mesh.axis_types == mesh.axis_types, name
+        assert list(array.sharding.mesh.devices.flat) == list(mesh.devices.flat), name
+        assert array.sharding.memory_kind == "device", name
+        whole = tuple(spec) + (None,) * (array.ndim - len(spec))
+        assert tuple(array.sharding.spec) + (None,) * (array.ndim - len(array.sharding.spec)) == whole, name
+
+    jax.tree_util.tree_map_with_path(check, tree, specs)
+
+
+def assert_near(these: Any, those: Any) -> None:
+    """Sums in other orders; what is 0 but for them is that within 1e-4."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-4), these, those
+    )
+
+
+# The report's own model: matrices split by columns and by rows in turn.
+
+
+@jitted_and_not
+@on_every_kind
+def test_parameters_come_out_of_init_placed(kinds, jit):
+    """By columns, by rows, by columns, the rest replicated; and with the values of a model that is not placed."""
+    mesh = make_mesh(kinds)
+    with jax.set_mesh(mesh):
+        params = jit(hk.transform(placement_on(*kinds)(mlp)).init)(RNG, X)
+    assert_placed(params, mesh, ALTERNATING)
+    for ours, theirs in zip(*map(jax.tree.leaves, (params, jit(hk.transform(mlp).init)(RNG, X))), strict=True):
+        # The same random bits; what is made of them is rounded by how the compiler has fused it.
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6)
+
+
+@on_every_kind
+def test_forward_and_backward_give_the_numbers_of_the_model_that_is_not_placed(kinds):
+    """And gradients lie as their parameters."""
+
+    def loss(apply: Any, params: Any) -> Any:
+        return (apply(params, None, X) ** 2).sum()
+
+    mesh, plain = make_mesh(kinds), hk.transform(mlp)
+    model = hk.transform(placement_on(*kinds)(mlp))
+    expected = jax.jit(plain.init)(RNG, X)
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init)(RNG, X)
+        value, gradient = jax.jit(jax.value_and_grad(lambda params: loss(model.apply, params)))(params)
+    assert_placed(gradient, mesh, ALTERNATING)
+    assert_near((value, gradient), jax.jit(jax.value_and_grad(lambda params: loss(plain.apply, params)))(expected))
+
+
+class ReportsGetter:
+    """What the public report has: constrains what is accessed, in turn; its cache is asked by another name than is kept."""
+
+    def __init__(self, lay_out: Callable[[Any, P], Any]) -> None:
+        self.by_columns = True
+        self.cache: dict[str, Any] = defaultdict(dict)
+        self.given: list[P] = []
+        self.lay_out = lay_out
+
+    def __call__(self, next_getter: Any, value: Any, context: hk.GetterContext) -> Any:
+        spec = P()
+        if value.ndim == 2:
+            if context.full_name in self.cache:
+                spec = self.cache[context.full_name]
+            else:
+                spec = P(None, "m") if self.by_columns else P("m", None)
+                self.cache[context.module_name][context.name] = spec
+                self.by_columns = not self.by_columns
+            self.given.append(spec)
+        return next_getter(self.lay_out(value, spec))
+
+
+class ToldDense(hk.Module):
+    """A layer that tells the product how it is split, as Explicit axes want it and Auto ones do not allow it."""
+
+    def __call__(self, x: Any, size: int) -> Any:
+        w = hk.get_parameter("w", (x.shape[-1], size), init=hk.initializers.TruncatedNormal())
+        is_explicit = EXPLICIT in jax.sharding.get_abstract_mesh().axis_types
+        return jnp.matmul(x, w, out_sharding=P(None, None) if is_explicit else None)
+
+
+def told_mlp(x: Any) -> Any:
+    for name, size in (("a", 16), ("b", 32), ("c", 8)):
+        x = ToldDense(name=name)(x, size)
+    return x
+
+
+@on_both_kinds
+def test_the_reports_own_getter_places_nothing_and_slips(kind):
+    """The same model: replicated out of `init`; and from the first trace to the second, columns have become rows."""
+    mesh = make_mesh((kind, kind))
+    getter = ReportsGetter(jax.lax.with_sharding_constraint if kind == AUTO else jax.sharding.reshard)
+
+    def getting(x: Any) -> Any:
+        with hk.custom_getter(getter):
+            return told_mlp(x)
+
+    placement = oxh.Placement(oxh.alternate("m"))
+    theirs, ours = hk.transform(getting), hk.transform(placement(told_mlp))
+    columns, rows = P(None, "m"), P("m", None)
+    with jax.set_mesh(mesh):
+        params = jax.jit(theirs.init)(RNG, X)
+        assert_placed(params, mesh, {name: {"w": P()} for name in "abc"})
+        assert getter.given == [columns, rows, columns]
+        jax.jit(theirs.apply)(params, None, X)
+        assert getter.given[3:] == [rows, columns, rows]
+
+        params = jax.jit(ours.init)(RNG, X)
+        for _ in range(2):
+            assert_placed(params, mesh, {"a": {"w": columns}, "b": {"w": rows}, "c": {"w": columns}})
+            assert_near(jax.jit(ours.apply)(params, None, X), jax.jit(hk.transform(told_mlp).apply)(params, None, X))
+            params = jax.jit(functools.partial(ours.init))(RNG, X)
+
+
+SIZE = 1024
+
+
+@on_both_kinds
+def test_a_compiled_init_holds_no_unsharded_copy(kind):
+    """In no buffer of any device: not of the values, nor of the random bits that they are made of."""
+
+    def model(x: Any) -> Any:
+        return hk.Linear(SIZE)(x)
+
+    def reshard(next_creator: Any, shape: Any, dtype: Any, init: Any, context: hk.GetterContext) -> Any:
+        value = next_creator(shape, dtype, init)
+        return jax.sharding.reshard(value, P(None, "m")) if len(shape) == 2 else value
+
+    def resharded(x: Any) -> Any:
+        with hk.custom_creator(reshard):
+            return model(x)
+
+    def compile_init(function: Any) -> Any:
+        x = jax.ShapeDtypeStruct((1, SIZE), jnp.float32)
+        return jax.jit(hk.transform(function).init).lower(RNG, x).compile()
+
+    def holds_whole(compiled: Any) -> bool:
+        memory = compiled.memory_analysis()
+        return f"[{SIZE},{SIZE}]" in compiled.as_text() or (
+            memory.output_size_in_bytes + memory.temp_size_in_bytes > 4 * SIZE * SIZE
+        )
+
+    mesh = jax.make_mesh((8,), ("m",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        assert not holds_whole(compile_init(oxh.Placement(oxh.alternate("m"), used=oxh.replicated)(model)))
+        if kind == EXPLICIT:  # what one would write, whose copies show that these would be seen
+            assert holds_whole(compile_init(resharded))
+
+
+# Saved and restored.
+
+
+@on_both_kinds
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 8)], ids=str)
+def test_a_checkpoint_keeps_the_placement(tmp_path, kind, sizes):
+    """Parameters and optimizer, without a target, and on another mesh into what is said beforehand."""
+    placement, optimizer = placement_on(kind), optax.adamw(1e-3)
+    model = hk.transform(placement(mlp))
+
+    def make() -> Any:
+        params = model.init(RNG, X)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    def describe() -> Any:
+        params = placement.abstract(model.init, RNG, X)
+        return {"params": params, "opt_state": abstract_state(optimizer, params)}
+
+    with jax.set_mesh(make_mesh((kind, kind))):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, describe())
+        state = jax.jit(make, out_shardings=shardings)()
+    assert_placed(state["params"], make_mesh((kind, kind)), ALTERNATING)
+    with oxe.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        assert_same_tree(checkpointer.restore(tmp_path / "a"), state)
+        mesh = make_mesh((kind, kind), sizes)
+        with jax.set_mesh(mesh):
+            target = describe()
+        restored = checkpointer.restore(tmp_path / "a", target)
+    adam = restored["opt_state"][0]
+    for tree in (restored["params"], adam.mu, adam.nu):
+        assert_placed(tree, mesh, ALTERNATING)
+    jax.tree.map(assert_same_values, restored, state)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(lambda params: model.apply(params, None, X).sum()))(restored["params"])
+        updates, _ = jax.jit(optimizer.update)(gradient, restored["opt_state"], restored["params"])
+    assert_placed(updates, mesh, ALTERNATING)
+
+
+def save_from_every_process(path: str) -> Any:
+    """Run in two processes of four devices."""
+    optimizer = optax.adamw(1e-3)
+    for kind in (AUTO, EXPLICIT):
+        model = hk.transform(placement_on(kind)(mlp))
+        mesh = make_mesh((kind, kind))
+        with jax.set_mesh(mesh), oxe.StandardCheckpointer() as checkpointer:
+            params = jax.jit(model.init)(RNG, X)
+            assert_placed(params, mesh, ALTERNATING)
+            checkpointer.save(f"{path}/{kind.name}", {"params": params, "opt_state": optimizer.init(params)})
+
+
+def test_two_processes_place_the_same(tmp_path):
+    """And one process restores it, without a target, onto a mesh of its own eight devices."""
+    run_on_devices(save_from_every_process, str(tmp_path), devices=4, processes=2)
+    expected = jax.jit(hk.transform(mlp).init)(RNG, X)
+    for kind in (AUTO, EXPLICIT):
+        with oxe.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(tmp_path / kind.name)
+        for tree in (restored["params"], restored["opt_state"][0].mu):
+            assert_placed(tree, make_mesh((kind, kind)), ALTERNATING)
+        assert_near(restored["params"], expected)
+
+
+def test_in_a_new_process_apply_may_come_first():
+    """In another order than `init` accesses them: `abstract` has traced `init` before."""
+
+    def both() -> Any:
+        first, second = hk.Linear(8, name="first"), hk.Linear(8, name="second")
+        return lambda x: second(first(x)), (first, second)
+
+    def of(placement: oxh.Placement) -> hk.MultiTransformed:
+        def placed() -> Any:
+            template, functions = both()
+            return placement(template), tuple(placement(function) for function in functions)
+
+        return hk.multi_transform(placed)
+
+    specs = {"first": {"w": P(None, "m"), "b": P()}, "second": {"w": P("m", None), "b": P()}}
+    mesh = make_mesh((AUTO, AUTO))
+    with jax.set_mesh(mesh):
+        params = jax.jit(of(oxh.Placement(oxh.alternate("m"))).init)(RNG, X)
+        assert_placed(params, mesh, specs)
+        placement = oxh.Placement(oxh.alternate("m"))
+        model = of(placement)
+        placement.abstract(model.init, RNG, X)
+        jax.jit(model.apply[1])(params, None, X)
+        assert jax.tree.map(lambda sharding: sharding.spec, placement.shardings(params)) == specs
+        slipped = oxh.Placement(oxh.alternate("m"))
+        jax.jit(of(slipped).apply[1])(params, None, X)
+        assert slipped.shardings({"second": params["second"]})["second"]["w"].spec == P(None, "m")
+
+
+# What Haiku builds models of.
+
+
+def linear(size: int = 8) -> Callable[[Any], Any]:
+    """A function, for Haiku's modules are made within one."""
+
+    def call(x: Any) -> Any:
+        return hk.Linear(size)(x)
+
+    return call
+
+
+def layer_stack(x: Any) -> Any:
+    return hk.experimental.layer_stack(3)(linear())(x)
+
+
+def batch_norm(x: Any) -> Any:
+    h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(hk.Linear(8)(x), is_training=True)
+    return hk.Linear(8)(h)
+
+
+def lifted(x: Any) -> Any:
+    """Modules whose inner names are those of one outside."""
+    inner = hk.transform(lambda x: hk.Linear(8)(hk.Linear(8)(x)))
+    params = hk.lift(inner.init, name="lifted")(hk.next_rng_key() if hk.running_init() else None, x)
+    return inner.apply(params, None, x) + hk.Linear(8)(x)
+
+
+def transparently_lifted(x: Any) -> Any:
+    inner = hk.transform(linear())
+    params = hk.transparent_lift(inner.init)(hk.next_rng_key() if hk.running_init() else None, x)
+    return inner.apply(params, None, x)
+
+
+def ensemble(x: Any) -> Any:
+    """Three of them, by `jax.vmap` of an inner `init`."""
+    inner = hk.transform(linear())
+    init = hk.lift(lambda rng, x: jax.vmap(inner.init, (0, None))(jax.random.split(rng, 3), x), name="ensemble")
+    params = init(hk.next_rng_key() if hk.running_init() else RNG, x)
+    return jax.vmap(inner.apply, in_axes=(0, None, None))(params, None, x).sum(0)
+
+
+def vmapped(x: Any) -> Any:
+    return hk.vmap(linear(), split_rng=False)(x)
+
+
+def scanned(x: Any) -> Any:
+    def step(carry: Any, _: Any) -> Any:
+        return hk.Linear(8)(carry), None
+
+    return step(x, None)[0] if hk.running_init() else hk.scan(step, x, jnp.arange(3))[0]
+
+
+def shared(x: Any) -> Any:
+    """One module, called twice."""
+    linear = hk.Linear(8)
+    return linear(linear(hk.Linear(8, name="other")(x)))
+
+
+def nested(x: Any) -> Any:
+    class Block(hk.Module):
+        def __call__(self, x: Any) -> Any:
+            return hk.Sequential([hk.Linear(16), jax.nn.relu, hk.Linear(8)])(x)
+
+    return Block()(Block()(x))
+
+
+def rematerialized(x: Any) -> Any:
+    return hk.remat(hk.Linear(8))(x)
+
+
+def branch(x: Any) -> Any:
+    linear = hk.Linear(8)
+    return linear(x) if hk.running_init() else hk.cond(True, linear, lambda x: x, x)
+
+
+def attention(x: Any) -> Any:
+    return hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(x, x, x)
+
+
+def of_surroundings(x: Any) -> Any:
+    """An initializer that uses what it closes over."""
+    w = hk.get_parameter("w", (8, 8), init=lambda shape, dtype: jnp.broadcast_to(x.mean(), shape).astype(dtype))
+    return x @ w
+
+
+COLUMNS, ROWS = P(None, "m"), P("m", None)
+MODELS: dict[Callable[..., Any], dict[str, P]] = {
+    layer_stack: {"__layer_stack_no_per_layer/linear/w": P(None, None, "m")},
+    batch_norm: {"linear/w": COLUMNS, "batch_norm/scale": P(), "linear_1/w": ROWS},
+    lifted: {"lifted/linear_1/w": COLUMNS, "lifted/linear/w": ROWS, "linear/w": COLUMNS},
+    transparently_lifted: {"linear/w": COLUMNS},
+    ensemble: {"ensemble/linear/w": P(None, None, "m")},
+    vmapped: {"linear/w": COLUMNS},
+    scanned: {"linear/w": COLUMNS},
+    rematerialized: {"linear/w": COLUMNS},
+    branch: {"linear/w": COLUMNS},
+    shared: {"other/w": COLUMNS, "linear/w": ROWS},
+    nested: {
+        "block/linear/w": COLUMNS,
+        "block/linear_1/w": ROWS,
+        "block_1/linear/w": COLUMNS,
+        "block_1/linear_1/w": ROWS,
+    },
+    attention: {"multi_head_attention/linear/w": ROWS},
+    of_surroundings: {"~/w": COLUMNS},
+}
+
+
+@on_both_kinds
+@pytest.mark.parametrize(("model", "specs"), MODELS.items(), ids=[model.__name__ for model in MODELS])
+def test_each_kind_of_module_is_placed(model, specs, kind):
+    """As decided on first access, in each trace; with the same values, outputs and gradients as not placed."""
+    placement = placement_on(kind)
+    placed, plain = hk.transform_with_state(placement(model)), hk.transform_with_state(model)
+    expected = jax.jit(plain.init)(RNG, X)
+    mesh = make_mesh((kind, kind))
+    with jax.set_mesh(mesh):
+        for _ in range(2):
+            params, state = made = jax.jit(functools.partial(placed.init))(RNG, X)
+            assert_placed(made, mesh, jax.tree.map(lambda sharding: sharding.spec, placement.shardings(made)))
+            for name, spec in specs.items():
+                module, _, leaf = name.rpartition("/")
+                assert_placed(params[module][leaf], mesh, spec)
+            assert_near(made, expected)
+            target = placement.abstract(placed.init, RNG, X)
+            assert jax.tree.map(lambda leaf: leaf.sharding, target) == placement.shardings(made)
+            output, _ = jax.jit(functools.partial(placed.apply))(params, state, None, X)
+            assert_near(output, jax.jit(plain.apply)(*expected, None, X)[0])
+
+    def gradient(apply: Any, params: Any, state: Any) -> Any:
+        return jax.jit(jax.grad(lambda params: (apply(params, state, None, X)[0] ** 2).sum()))(params)
+
+    with jax.set_mesh(mesh):
+        ours = gradient(placed.apply, params, state)
+    assert_near(ours, gradient(plain.apply, *expected))
+
+
+@on_both_kinds
+def test_state_is_placed_by_a_rule_of_its_own(kind):
+    """Where it is made, and where it is set."""
+    placement = oxh.Placement(oxh.replicated, state=oxh.by_name([("average|hidden", P(None, "m"))]))
+    model = hk.transform_with_state(placement(batch_norm))
+    mesh = make_mesh((kind, kind))
+    specs = {"average": P(None, "m"), "counter": P(), "hidden": P(None, "m")}
+    with jax.set_mesh(mesh):
+        params, state = jax.jit(model.init)(RNG, X)
+        _, after = jax.jit(model.apply)(params, state, None, X)
+        assert_placed(after, mesh, dict.fromkeys(state, specs))
+        assert_placed(state, mesh, dict.fromkeys(state, specs))
+        _, target = placement.abstract(model.init, RNG, X)
+    assert {leaf.sharding.spec for leaf in target["batch_norm/~/mean_ema"].values()} == set(specs.values())
+
+
+def test_what_a_module_sees_is_not_how_it_lies():
+    """Gathered for use, by the type that it sees; split between."""
+    seen = []
+
+    def model(x: Any) -> Any:
+        w = hk.get_parameter("w", (8, 8), init=jnp.ones)
+        seen.append(jax.typeof(w).sharding.spec)
+        return x @ w
+
+    mesh = make_mesh((EXPLICIT, EXPLICIT))
+    transformed = hk.transform(oxh.Placement(oxh.alternate("m"), used=oxh.replicated)(model))
+    with jax.set_mesh(mesh):
+        params = jax.jit(transformed.init)(RNG, X)
+        jax.jit(transformed.apply)(params, None, X)
+    assert seen == [P(None, None)] * 2
+    assert_placed(params, mesh, {"~": {"w": COLUMNS}})
+
+
+def test_apply_places_what_it_is_given_elsewhere():
+    """Parameters that were made without a placement."""
+    params = hk.transform(mlp).init(RNG, X)
+    placement = oxh.Placement(oxh.alternate("m"))
+    model = hk.transform(placement(mlp))
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        placement.abstract(model.init, RNG, X)
+        whole = jax.jit(model.apply).lower(params, None, X).as_text()
+        assert whole.count("sharding_constraint") >= 6
+        assert_near(jax.jit(model.apply)(params, None, X), hk.transform(mlp).apply(params, None, X))
+
+
+def test_a_mesh_may_be_passed_where_its_axes_are_auto():
+    """Without `jax.set_mesh`."""
+    mesh = make_mesh((AUTO, AUTO))
+    placement = oxh.Placement(oxh.alternate("m"), mesh=mesh)
+    model = hk.transform(placement(mlp))
+    assert_placed(jax.jit(model.init)(RNG, X), mesh, ALTERNATING)
+    assert_placed(model.init(RNG, X), mesh, ALTERNATING)
+    assert placement.abstract(model.init, RNG, X)["mlp/~/linear_1"]["w"].sharding == NamedSharding(mesh, ROWS)
+
+
+class InNumberedModules(hk.LayerStackTransparencyMapping):
+    """Gives each layer of a stack a module of its own."""
+
+    def stacked_to_flat(self, stacked_module_name: str, scan_index: int) -> str:
+        return f"{stacked_module_name}_{scan_index}"
+
+    def flat_to_stacked(self, unstacked_module_name: str) -> tuple[str, int] | None:
+        name, _, index = unstacked_module_name.rpartition("_")
+        return (name, int(index)) if index.isdigit() else None
+
+
+@on_both_kinds
+def test_layers_that_haiku_names_anew_are_placed_and_not_known(kind):
+    """After they were made: they lie as decided; of which names `shardings` does not learn, and says so."""
+    placement = placement_on(kind)
+
+    def stack(x: Any) -> Any:
+        return hk.layer_stack(2, transparency_map=InNumberedModules())(linear())(x)
+
+    model = hk.transform(placement(stack))
+    mesh = make_mesh((kind, kind))
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init)(RNG, X)
+        assert_placed(params, mesh, {name: {"w": COLUMNS, "b": P()} for name in ("linear_0", "linear_1")})
+        assert_near(jax.jit(model.apply)(params, None, X), hk.transform(stack).apply(params, None, X))
+        with pytest.raises(ValueError, match=r"linear_1/w \(8, 8\) has not been accessed by this name"):
+            placement.shardings(params)
+
+
+# Rules.
+
+
+def parameter(shape: tuple[int, ...], *, name: str = "mlp/~/linear_0/w", matrix_index: int = 0) -> oxh.Parameter:
+    return oxh.Parameter(
+        name=name, shape=shape, dtype=np.float32, index=9, matrix_index=matrix_index, axis_sizes={"d": 2, "m": 4}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "of", "spec"),
+    [
+        pytest.param(oxh.alternate("m"), parameter((8, 8)), COLUMNS, id="the first matrix"),
+        pytest.param(oxh.alternate("m"), parameter((8, 8), matrix_index=3), ROWS, id="the fourth matrix"),
+        pytest.param(oxh.alternate("m"), parameter((8,)), None, id="a vector"),
+        pytest.param(oxh.alternate("m"), parameter((1, 8)), None, id="a row to broadcast"),
+        pytest.param(oxh.alternate("m"), parameter((3, 3, 8, 8)), None, id="a convolution"),
+        pytest.param(oxh.replicated, parameter((8, 8)), P(), id="replicated"),
+        pytest.param(
+            oxh.by_name([("w$", ROWS), ("", P())]), parameter((8, 8)), ROWS, id="the first name that is found"
+        ),
+        pytest.param(oxh.by_name([("^w", ROWS)]), parameter((8, 8)), None, id="no name that is found"),
+        pytest.param(oxh.largest_dimension("m"), parameter((8, 16)), COLUMNS, id="the largest"),
+        pytest.param(oxh.largest_dimension("m"), parameter((8, 8)), COLUMNS, id="the last of equals"),
+        pytest.param(oxh.largest_dimension("m"), parameter((8, 9)), ROWS, id="the largest that is divided"),
+        pytest.param(oxh.largest_dimension("m"), parameter((3, 9)), None, id="none that is divided"),
+        pytest.param(oxh.largest_dimension("m"), parameter((0, 3)), None, id="nothing to divide"),
+        pytest.param(oxh.largest_dimension("m", min_size=65), parameter((8, 8)), None, id="not worth it"),
+        pytest.param(oxh.largest_dimension("m"), parameter(()), None, id="a scalar"),
+        pytest.param(
+            oxh.first_of(oxh.by_name([("b$", P("d"))]), oxh.alternate("m")), parameter((8, 8)), COLUMNS, id="next"
+        ),
+        pytest.param(oxh.first_of(), parameter((8, 8)), None, id="none of none"),
+    ],
+)
+def test_a_rule_says(rule, of, spec):
+    """From what it is told, alone."""
+    assert rule(of) == spec
+
+
+def test_a_rule_is_told_of_each_parameter_once():
+    """In the order of access, by full name, with the sizes of the mesh."""
+    told: list[oxh.Parameter] = []
+
+    def rule(parameter: oxh.Parameter) -> None:
+        told.append(parameter)
+
+    model = hk.transform(oxh.Placement(rule)(shared))
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        params = jax.jit(model.init)(RNG, X)
+        jax.jit(model.apply)(params, None, X)
+    assert [(each.name, each.shape, each.index, each.matrix_index) for each in told] == [
+        ("other/w", (8, 8), 0, 0),
+        ("other/b", (8,), 1, 1),
+        ("linear/w", (8, 8), 2, 1),
+        ("linear/b", (8,), 3, 2),
+    ]
+    assert all(each.axis_sizes == {"d": 2, "m": 4} for each in told)
+    assert all(each.dtype == jnp.float32 for each in told)
+
+
+# What does not fit.
+
+
+def refusal(placement: oxh.Placement, model: Any, kinds: tuple[AxisType, AxisType] = (AUTO, AUTO), x: Any = X) -> str:
+    with jax.set_mesh(make_mesh(kinds)), pytest.raises(ValueError, match="cannot place what Haiku makes") as error:
+        jax.jit(hk.transform(placement(model)).init)(RNG, x)
+    return str(error.value)
+
+
+@on_both_kinds
+def test_all_that_does_not_fit_is_listed(kind):
+    """By name, with the shape, the spec and what to do."""
+
+    def model(x: Any) -> Any:
+        return hk.nets.MLP([10, 6, 16])(x)
+
+    sizes = {"d": 2, "m": 4}
+    rule = oxh.by_name([("linear_2/w", P("d", "x")), ("linear_2/b", P("d", None)), ("w", COLUMNS)])
+    assert refusal(oxh.Placement(rule, used=oxh.replicated), model, (kind, kind)).splitlines() == [
+        "cannot place what Haiku makes:",
+        f"  mlp/~/linear_0/w (8, 10): {COLUMNS} splits 10 over ('m',), of [4] devices, which does not divide it; "
+        'decide otherwise for it, or pass indivisible="replicate"',
+        f"  mlp/~/linear_1/w (10, 6): {COLUMNS} splits 6 over ('m',), of [4] devices, which does not divide it; "
+        'decide otherwise for it, or pass indivisible="replicate"',
+        f"  mlp/~/linear_2/w (6, 16): {P('d', 'x')} names ['x'], and the mesh has the axes {sizes}",
+        f"  mlp/~/linear_2/b (16,): {P('d', None)} is for 2 dimensions",
+    ]
+
+
+@on_both_kinds
+def test_what_is_not_divided_may_be_whole(kind):
+    """By choice; the other dimensions are split still."""
+
+    def model(x: Any) -> Any:
+        return hk.Linear(10)(x)
+
+    placement = oxh.Placement(oxh.by_name([("w", P("d", "m"))]), used=oxh.replicated, indivisible="replicate")
+    mesh = make_mesh((kind, kind))
+    transformed = hk.transform(placement(model))
+    with jax.set_mesh(mesh):
+        assert_placed(jax.jit(transformed.init)(RNG, X), mesh, {"linear": {"w": P("d", None), "b": P()}})
+        assert placement.abstract(transformed.init, RNG, X)["linear"]["w"].sharding.spec == P("d", None)
+
+
+def test_a_placement_is_for_one_model():
+    """Another one by the same names has other shapes, and would have other indices."""
+    placement = oxh.Placement(oxh.replicated)
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        hk.transform(placement(linear())).init(RNG, X)
+    assert "linear/w has the shape (8, 16), and had (8, 8) when it was placed first; make a new Placement" in refusal(
+        placement, linear(16)
+    )
+
+
+def test_without_a_mesh_there_is_nothing_to_place_on():
+    """In `init`, in `apply`, and before them; explicit axes want to be set."""
+    placement = oxh.Placement(oxh.alternate("m"))
+    model = hk.transform(placement(mlp))
+    params = hk.transform(mlp).init(RNG, X)
+    for call in (
+        lambda: model.init(RNG, X),
+        lambda: jax.jit(model.apply)(params, None, X),
+        lambda: placement.abstract(model.init, RNG, X),
+        lambda: placement.shardings(params),
+    ):
+        with pytest.raises(ValueError, match=r"there is no mesh to place parameters on\n  fix: .*jax.set_mesh"):
+            call()
+    explicit = oxh.Placement(oxh.alternate("m"), mesh=make_mesh((AUTO, EXPLICIT)))
+    with pytest.raises(ValueError, match=r"the axes \('m',\) of the mesh are explicit, and no mesh is set"):
+        jax.jit(hk.transform(explicit(mlp)).init)(RNG, X)
+
+
+def test_shardings_are_of_what_has_been_accessed():
+    """Each other leaf is listed."""
+    params = hk.transform(mlp).init(RNG, X)
+    with (
+        jax.set_mesh(make_mesh((AUTO, AUTO))),
+        pytest.raises(ValueError, match="has not been accessed by this name") as error,
+    ):
+        oxh.Placement(oxh.alternate("m")).shardings(params)
+    assert len(str(error.value).splitlines()) == 1 + 6
+
+
+def test_shardings_are_of_arrays_with_their_shapes():
+    """Or what was decided is not for them."""
+    placement = oxh.Placement(oxh.replicated)
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        hk.transform(placement(linear())).init(RNG, X)
+        for shape in ((8,), (8, 9)):
+            with pytest.raises(ValueError, match=r"linear/w \(8,.*\) had the shape \(8, 8\) when it was placed"):
+                placement.shardings({"linear": {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}})
+
+
+def test_there_is_no_such_choice():
+    """Said when the placement is made."""
+    with pytest.raises(ValueError, match=r"indivisible must be one of \['error', 'replicate'\], not 'pad'"):
+        oxh.Placement(oxh.replicated, indivisible="pad")
+
+
+def test_an_initializer_draws_the_keys_that_it_would():
+    """Several, or none: what is drawn after it is the same. And it may ask for a sequence."""
+
+    def model(x: Any) -> Any:
+        def of_three(shape: Any, dtype: Any) -> Any:
+            return sum(jax.random.normal(key, shape, dtype) for key in hk.next_rng_keys(3))
+
+        pieces = [of_three, jnp.zeros, hk.initializers.RandomNormal(), hk.initializers.Orthogonal()]
+        for name, init in zip("abcd", pieces, strict=True):
+            hk.get_parameter(name, (8, 8), init=init)
+        return x + jax.random.normal(hk.next_rng_key(), ())
+
+    for kind, reserved in itertools.product((AUTO, EXPLICIT), (1, 3)):
+        with jax.set_mesh(make_mesh((kind, kind))), hk.config.context(rng_reserve_size=reserved):
+            params = jax.jit(hk.transform(oxh.Placement(oxh.alternate("m"), used=oxh.replicated)(model)).init)(RNG, X)
+            expected = jax.jit(hk.transform(model).init)(RNG, X)
+        assert_near(params, expected)
