@@ -22,6 +22,7 @@ from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +38,8 @@ from nodes import Layer
 from trees import Moments, array_state, assert_same_tree, assert_same_values, host_state, matrix, place
 
 import orbax_explicit as oxe
+from orbax_explicit.integrations import haiku as oxh
+from orbax_explicit.integrations.optax import abstract_state
 from orbax_explicit.testing import run_on_devices
 
 # The fixture starts processes once; with several workers, one of them is to have all tests of this file.
@@ -513,6 +516,29 @@ def abstract_linen() -> Any:
     )
 
 
+def haiku_placement() -> tuple[Any, Any]:
+    """A model whose matrices are split by columns and by rows in turn, and what splits them."""
+
+    def model(x: Any) -> Any:
+        return hk.nets.MLP([16, 8])(x)
+
+    placement = oxh.Placement(oxh.alternate("m"), used=oxh.replicated)
+    return hk.transform(placement(model)), placement
+
+
+def make_haiku() -> Any:
+    """Placed by `init`; what the optimizer holds follows."""
+    model, _ = haiku_placement()
+    params = jax.jit(model.init)(jax.random.key(0), jnp.ones((4, 12)))
+    return {"params": params, "opt": optax.adamw(1e-3).init(params)}
+
+
+def abstract_haiku() -> Any:
+    model, placement = haiku_placement()
+    params = placement.abstract(model.init, jax.random.key(0), jnp.ones((4, 12)))
+    return {"params": params, "opt": abstract_state(optax.adamw(1e-3), params)}
+
+
 def init_equinox() -> Any:
     linear = eqx.nn.Linear(12, 8, key=jax.random.key(0))
     return eqx.tree_at(lambda x: x.weight, linear, jax.reshard(linear.weight, P("m", "d")))
@@ -553,6 +579,7 @@ class Framework:
 FRAMEWORKS = {
     "flax.nnx with an optax state": Framework(make_nnx, abstract_nnx, split=3),
     "flax.linen boxes": Framework(make_linen, abstract_linen, split=1, kind=AUTO),
+    "haiku parameters with an optax state": Framework(make_haiku, abstract_haiku, split=6),
     "an equinox module": Framework(eqx.filter_jit(init_equinox), lambda: eqx.filter_eval_shape(init_equinox), split=1),
     "a registered dataclass": Framework(jax.jit(init_dataclass), lambda: jax.eval_shape(init_dataclass), split=3),
 }
