@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pathlib
 import re
+from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -17,6 +19,10 @@ from orbax_explicit.testing import run_on_devices
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def forward(x: Any) -> Any:
+    return hk.nets.MLP([16, 8])(x)
 
 
 @pytest.fixture
@@ -33,6 +39,10 @@ def names(tmp_path, mesh):
         "abstract_state": jax.eval_shape(lambda tree: tree, state),
         "abstract_mesh": mesh.abstract_mesh,
         "mesh": mesh,
+        "auto_mesh": jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
+        "forward": forward,
+        "rng": jax.random.key(0),
+        "x": jnp.ones((4, 8)),
     }
     yield names
     oxe.unregister()
@@ -41,7 +51,7 @@ def names(tmp_path, mesh):
 
 def test_the_readme_has_the_blocks_that_run_here():
     """A guard against a README that shows nothing."""
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_every_block_runs_in_order(names, capsys):
@@ -51,6 +61,8 @@ def test_every_block_runs_in_order(names, capsys):
         exec(block, names)  # noqa: S102  # the README is ours
     assert_same_tree(names["state"], saved)
     assert names["retyped"]["w"].sharding.mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    assert names["params"]["mlp/~/linear_1"]["w"].sharding.spec == P("model")
+    assert names["target"]["mlp/~/linear_1"]["w"].sharding.spec == P("model", None)
     assert "2 leaves" in capsys.readouterr().out
 
 
