@@ -620,6 +620,36 @@ def test_all_that_does_not_fit_is_listed(kind):
     ]
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        pytest.param(P("m", "m"), "names ['m'] more than once", id="an axis twice"),
+        pytest.param(P(("d", "m"), "d"), "names ['d'] more than once", id="an axis twice, once with another"),
+        pytest.param(P(P.UNCONSTRAINED, "m"), "says more than where it lies", id="an open dimension"),
+        pytest.param(P("d", unreduced={"m"}), "says more than where it lies", id="a pending sum"),
+    ],
+)
+def test_a_spec_that_is_no_place_is_refused(spec, says):
+    """By the name of the parameter."""
+    refused = refusal(oxh.Placement(oxh.by_name([("w", spec)])), linear())
+    assert "linear/w (8, 8): " in refused
+    assert says in refused
+
+
+@on_every_kind
+def test_a_dimension_may_be_split_over_several_axes_of_one_type(kinds):
+    """In their order. JAX has no order between those of two types, and they are refused."""
+    mesh = make_mesh(kinds)
+    specs = {"w": P(("d", "m"), None), "b": P(("m", "d"))}
+    placement = oxh.Placement(oxh.by_name(list(specs.items())), used=oxh.replicated)
+    if len(set(kinds)) > 1:
+        assert "splits one dimension over ('d', 'm'), of which some are explicit" in refusal(placement, linear(), kinds)
+        return
+    with jax.set_mesh(mesh):
+        params = jax.jit(hk.transform(placement(linear())).init)(RNG, X)
+    assert_placed(params["linear"], mesh, specs)
+
+
 @on_both_kinds
 def test_what_is_not_divided_may_be_whole(kind):
     """By choice; the other dimensions are split still."""

@@ -27,14 +27,24 @@ def fitting(name: str, shape: tuple[int, ...], spec: P, mesh: AnyMesh, indivisib
         Unfit: There are some and they are not to be whole, or the spec is not for this shape and mesh.
     """
     sizes = dict(mesh.shape)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     what = f"{name} {shape}"
+    if P.UNCONSTRAINED in spec.partitions or spec.unreduced or spec.reduced:
+        raise Unfit(f"{what}: {spec} says more than where it lies; name the axes that split each dimension")
     if len(spec) > len(shape):
         raise Unfit(f"{what}: {spec} is for {len(spec)} dimensions")
+    named = [axis for partition in spec.partitions for axis in _axes(partition)]
+    if twice := sorted({axis for axis in named if named.count(axis) > 1}):
+        raise Unfit(f"{what}: {spec} names {twice} more than once")
     partitions = []
     for length, partition in zip(shape, spec, strict=False):
         axes = _axes(partition)
         if absent := [axis for axis in axes if axis not in sizes]:
             raise Unfit(f"{what}: {spec} names {absent}, and the mesh has the axes {sizes}")
+        if len({kinds[axis] for axis in axes}) > 1:
+            raise Unfit(
+                f"{what}: {spec} splits one dimension over {axes}, of which some are explicit and some are auto"
+            )
         whole = bool(length % math.prod(sizes[axis] for axis in axes))
         if whole and indivisible == "error":
             raise Unfit(
@@ -47,7 +57,7 @@ def fitting(name: str, shape: tuple[int, ...], spec: P, mesh: AnyMesh, indivisib
 
 def _axes(partition: Any) -> tuple[str, ...]:
     """The axes that split one dimension."""
-    if partition is None or partition is P.UNCONSTRAINED:
+    if partition is None:
         return ()
     return (partition,) if isinstance(partition, str) else tuple(partition)
 
