@@ -68,8 +68,8 @@ with tempfile.TemporaryDirectory() as directory, oxe.StandardCheckpointer() as c
         checkpointer.save(pathlib.Path(directory) / "half", eqx.filter(half, eqx.is_array))
         checkpointer.wait_until_finished()
         _, loss = train(half, range(12, 24))
+    arrays, rest = eqx.partition(eqx.filter_eval_shape(make), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     with jax.set_mesh(make_mesh(4, 2)):
-        arrays, rest = eqx.partition(eqx.filter_eval_shape(make), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
         resumed = eqx.combine(checkpointer.restore(pathlib.Path(directory) / "half", arrays), rest)
         sharding = resumed[0].layers[0].weight.sharding
         _, resumed_loss = train(resumed, range(12, 24))

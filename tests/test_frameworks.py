@@ -174,6 +174,26 @@ def test_rules_place_what_a_framework_says_nothing_of(tmp_path, mesh):
     jax.tree.map(assert_same_values, result, arrays)
 
 
+def test_an_equinox_target_has_no_shardings_outside_of_explicit_axes(tmp_path, mesh):
+    """The recorded ones count then. Within them every leaf says that it is whole, as a target may."""
+
+    def init() -> Any:
+        return eqx.nn.Linear(8, 8, key=jax.random.key(0))
+
+    def target() -> Any:
+        return eqx.filter(eqx.filter_eval_shape(init), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    arrays = eqx.filter(init(), eqx.is_array)
+    arrays = eqx.tree_at(lambda model: model.weight, arrays, place(mesh, matrix(), P("m", None)))
+    outside = target()
+    with jax.set_mesh(mesh):
+        result = restored(tmp_path, arrays, outside)
+        within = target()
+    assert result.weight.sharding == NamedSharding(mesh, P("m", None), memory_kind="device")
+    assert outside.weight.sharding is None
+    assert within.weight.sharding.spec == P(None, None)
+
+
 def test_a_whole_equinox_module_is_refused_by_the_names_of_its_functions(tmp_path):
     """They are no values; `eqx.filter(model, eqx.is_array)` has those."""
     with pytest.raises(oxe.SaveRefusedError) as error:

@@ -96,6 +96,7 @@ def printed_by(blocks: Sequence[Block], path: pathlib.Path) -> list[str]:
         code = compile("\n" * (block.line - 1) + block.code, str(GUIDE), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", r"jax\.core\.", DeprecationWarning)  # as in pyproject.toml
             exec(code, names)  # noqa: S102 - the page is ours
         printed.append(output.getvalue())
     return printed

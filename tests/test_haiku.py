@@ -616,7 +616,7 @@ def test_all_that_does_not_fit_is_listed(kind):
         f"  mlp/~/linear_1/w (10, 6): {COLUMNS} splits 6 over ('m',), of [4] devices, which does not divide it; "
         'decide otherwise for it, or pass indivisible="replicate"',
         f"  mlp/~/linear_2/w (6, 16): {P('d', 'x')} names ['x'], and the mesh has the axes {sizes}",
-        f"  mlp/~/linear_2/b (16,): {P('d', None)} is for 2 dimensions",
+        f"  mlp/~/linear_2/b (16,): {P('d', None)} is for 2 dimensions; of a stack of layers, give it for one layer",
     ]
 
 
@@ -665,14 +665,186 @@ def test_what_is_not_divided_may_be_whole(kind):
         assert placement.abstract(transformed.init, RNG, X)["linear"]["w"].sharding.spec == P("d", None)
 
 
-def test_a_placement_is_for_one_model():
-    """Another one by the same names has other shapes, and would have other indices."""
-    placement = oxh.Placement(oxh.replicated)
+def test_a_placement_is_for_the_model_whose_init_was_traced_last():
+    """Another one by the same names has other shapes. A first trace with a wrong input does no harm."""
+    placement = oxh.Placement(oxh.alternate("m"))
+    first, second = (hk.transform(placement(linear(size))) for size in (8, 16))
     with jax.set_mesh(make_mesh((AUTO, AUTO))):
-        hk.transform(placement(linear())).init(RNG, X)
-    assert "linear/w has the shape (8, 16), and had (8, 8) when it was placed first; make a new Placement" in refusal(
-        placement, linear(16)
+        params = jax.jit(first.init)(RNG, X)
+        wide = jax.jit(second.init)(RNG, X)
+        assert_placed(wide["linear"], make_mesh((AUTO, AUTO)), {"w": P(None, "m"), "b": P()})
+        with pytest.raises(ValueError, match=r"linear/w has the shape \(8, 8\), and had \(8, 16\) when `init` made it"):
+            first.apply(params, None, X)
+        assert placement.abstract(first.init, RNG, X)["linear"]["w"].shape == (8, 8)
+        assert_near(first.apply(params, None, X), hk.transform(linear()).apply(params, None, X))
+
+
+def test_what_is_decided_on_one_mesh_is_decided_anew_on_another():
+    """By the same indices: a run that goes on comes to what a new process would."""
+    placement = oxh.Placement(oxh.first_of(oxh.largest_dimension("m"), oxh.alternate("d")))
+    model = hk.transform(placement(linear(12)))
+    specs = {(2, 4): {"w": P(None, "m"), "b": P("m")}, (1, 8): {"w": P("m", None), "b": P()}}
+    for sizes, expected in (*specs.items(), *specs.items()):
+        mesh = make_mesh((AUTO, AUTO), sizes)
+        with jax.set_mesh(mesh):
+            assert_placed(jax.jit(model.init)(RNG, X)["linear"], mesh, expected)
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        params = jax.jit(model.init)(RNG, X)
+    with jax.set_mesh(make_mesh((AUTO, AUTO), (1, 8))):
+        assert placement.shardings(params)["linear"]["w"].spec == P("m", None)
+
+
+def test_two_models_of_one_placement_are_numbered_apart():
+    """Each from its first matrix on."""
+    placement = oxh.Placement(oxh.alternate("m"))
+    mesh = make_mesh((AUTO, AUTO))
+    with jax.set_mesh(mesh):
+        for name in ("encoder", "decoder"):
+            params = jax.jit(hk.transform(placement(lambda x, name=name: hk.Linear(8, name=name)(x))).init)(RNG, X)
+            assert_placed(params, mesh, {name: {"w": P(None, "m"), "b": P()}})
+        shardings = placement.shardings({"encoder": params["decoder"]})
+    assert shardings["encoder"]["w"].spec == P(None, "m")
+
+
+def test_an_inner_transform_that_is_not_lifted_is_named_apart():
+    """Its names are those of the model, and nothing tells the two apart."""
+
+    def model(x: Any) -> Any:
+        inner = hk.transform(linear(4))
+        return hk.Linear(8)(x)[:, :4] + inner.apply(inner.init(jax.random.key(0), x), None, x)
+
+    assert "linear/w has the shape (8, 4) and the shape (8, 8); lift an inner transform by `hk.lift`" in refusal(
+        oxh.Placement(oxh.replicated), model
     )
+
+
+def test_names_with_slashes_are_not_confused():
+    """A parameter `b/w` of `a`, and a parameter `w` of `a/b`."""
+
+    def model(x: Any) -> Any:
+        class Block(hk.Module):
+            def __call__(self, x: Any) -> Any:
+                return hk.Linear(8, with_bias=False, name="b")(x) + hk.get_parameter("b/w", [8], init=jnp.ones)
+
+        return Block(name="a")(x)
+
+    mesh = make_mesh((AUTO, AUTO))
+    placement = oxh.Placement(lambda parameter: P("m") if len(parameter.shape) == 1 else P(None, "m"))
+    with jax.set_mesh(mesh):
+        params = jax.jit(hk.transform(placement(model)).init)(RNG, X)
+        assert_placed(params, mesh, {"a": {"b/w": P("m")}, "a/b": {"w": P(None, "m")}})
+        assert jax.tree.map(lambda sharding: sharding.spec, placement.shardings(params)) == {
+            "a": {"b/w": P("m")},
+            "a/b": {"w": P(None, "m")},
+        }
+
+
+def test_what_a_lifted_module_and_one_outside_have_in_common_holds_for_both():
+    """Both are gathered for use, though they are stored otherwise; `apply` knows them by one name."""
+
+    def model(x: Any) -> Any:
+        inner = hk.transform(linear())
+        params = hk.lift(inner.init, name="lifted")(hk.next_rng_key() if hk.running_init() else None, x)
+        return inner.apply(params, None, hk.Linear(8)(x))
+
+    mesh = make_mesh((EXPLICIT, EXPLICIT))
+    placed, plain = hk.transform(placement_on(EXPLICIT)(model)), hk.transform(model)
+    with jax.set_mesh(mesh):
+        params = jax.jit(placed.init)(RNG, X)
+        specs = {"lifted/linear": {"w": P(None, "m"), "b": P()}, "linear": {"w": P("m", None), "b": P()}}
+        assert_placed(params, mesh, specs)
+        result = jax.jit(placed.apply)(params, None, X)
+    assert_near(result, plain.apply(jax.device_get(params), None, X))
+
+
+@on_both_kinds
+def test_an_initializer_may_use_other_parameters(kind):
+    """And state; it is run as it is then."""
+
+    def scaled(shape: Any, dtype: Any) -> Any:
+        hk.set_state("calls", jnp.ones(8))
+        return hk.get_parameter("gain", (8,), init=lambda shape, dtype: 2 * jnp.ones(shape, dtype)) * jnp.ones(
+            shape, dtype
+        )
+
+    def model(x: Any) -> Any:
+        return x @ hk.get_parameter("w", (8, 8), init=scaled)
+
+    mesh = make_mesh((kind, kind))
+    placed = hk.transform_with_state(placement_on(kind)(model))
+    with jax.set_mesh(mesh):
+        params, state = jax.jit(placed.init)(RNG, X)
+        assert_placed((params, state), mesh, ({"~": {"w": P(None, "m"), "gain": P()}}, {"~": {"calls": P()}}))
+        result, _ = jax.jit(placed.apply)(params, state, None, X)
+    np.testing.assert_array_equal(params["~"]["w"], np.full((8, 8), 2.0))
+    assert_near(result, 2 * X.sum(1, keepdims=True).repeat(8, 1))
+
+
+@on_every_kind
+def test_an_initializer_is_called_once(kinds):
+    """What draws from a source of its own draws what it would."""
+    calls: list[tuple[int, ...]] = []
+
+    def initializer(shape: Any, dtype: Any) -> Any:
+        calls.append(tuple(shape))
+        return jnp.ones(shape, dtype)
+
+    def model(x: Any) -> Any:
+        return x @ hk.get_parameter("w", (8, 8), init=initializer)
+
+    with jax.set_mesh(make_mesh(kinds)):
+        jax.jit(hk.transform(placement_on(*kinds)(model)).init)(RNG, X)
+    assert calls == [(8, 8)]
+
+
+@jitted_and_not
+@on_both_kinds
+def test_state_may_be_of_numpy_and_of_python(kind, jit):
+    """Arrays of NumPy are placed; numbers lie wherever JAX has numbers."""
+
+    def model(x: Any) -> Any:
+        hk.get_state("table", (8,), init=np.zeros)
+        hk.set_state("count", np.int32(3))
+        hk.set_state("rate", 0.5)
+        return x
+
+    mesh = make_mesh((kind, kind))
+    placement = oxh.Placement(oxh.replicated, state=lambda entry: P("m") if entry.shape else P())
+    placed = hk.transform_with_state(placement(model))
+    with jax.set_mesh(mesh):
+        _, state = jit(placed.init)(RNG, X)
+        _, target = placement.abstract(placed.init, RNG, X)
+    assert_placed(state["~"]["table"], mesh, P("m"))
+    assert_placed(state["~"]["count"], mesh, P())
+    assert float(state["~"]["rate"]) == 0.5
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, target) == {"~": {"table": P("m"), "count": P(), "rate": P()}}
+
+
+@on_both_kinds
+def test_state_may_be_a_tree_and_change_its_shape(kind):
+    """Each leaf is decided for by its own name, and each shape by itself."""
+    told: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+
+    def rule(entry: oxh.Parameter) -> P:
+        told[entry.name].add(entry.shape)
+        return P(None, "m") if len(entry.shape) == 2 else P("m")
+
+    def model(x: Any) -> Any:
+        hk.set_state("moments", {"mean": jnp.ones(8), "table": jnp.ones((4, 4))})
+        hk.set_state("last", x)
+        return x
+
+    mesh = make_mesh((kind, kind))
+    placement = oxh.Placement(oxh.replicated, state=rule)
+    placed = hk.transform_with_state(placement(model))
+    with jax.set_mesh(mesh):
+        params, state = jax.jit(placed.init)(RNG, X)
+        specs = {"~": {"moments": {"mean": P("m"), "table": P(None, "m")}, "last": P(None, "m")}}
+        assert_placed(state, mesh, specs)
+        assert jax.tree.map(lambda sharding: sharding.spec, placement.shardings(({}, state))[1]) == specs
+        _, state = jax.jit(placed.apply)(params, state, None, np.ones((6, 4), np.float32))
+        assert_placed(state, mesh, specs)
+    assert told == {"~/moments/mean": {(8,)}, "~/moments/table": {(4, 4)}, "~/last": {(4, 8), (6, 4)}}
 
 
 def test_without_a_mesh_there_is_nothing_to_place_on():
@@ -691,6 +863,69 @@ def test_without_a_mesh_there_is_nothing_to_place_on():
     explicit = oxh.Placement(oxh.alternate("m"), mesh=make_mesh((AUTO, EXPLICIT)))
     with pytest.raises(ValueError, match=r"the axes \('m',\) of the mesh are explicit, and no mesh is set"):
         jax.jit(hk.transform(explicit(mlp)).init)(RNG, X)
+
+
+@pytest.mark.parametrize(
+    ("passed", "present"),
+    [
+        pytest.param(((EXPLICIT, EXPLICIT), (1, 8)), ((EXPLICIT, EXPLICIT), (2, 4)), id="other sizes"),
+        pytest.param(((AUTO, AUTO), (2, 4)), ((EXPLICIT, EXPLICIT), (2, 4)), id="auto, and explicit is set"),
+        pytest.param(((EXPLICIT, EXPLICIT), (2, 4)), ((AUTO, AUTO), (2, 4)), id="explicit, and auto is set"),
+    ],
+)
+def test_a_mesh_that_is_passed_agrees_with_the_one_that_is_set(passed, present):
+    """On Explicit axes there is but one."""
+    placement = oxh.Placement(oxh.alternate("m"), mesh=make_mesh(*passed))
+    model = hk.transform(placement(linear()))
+    with jax.set_mesh(make_mesh(*present)):
+        for call in (model.init, jax.jit(model.init), functools.partial(placement.abstract, model.init)):
+            with pytest.raises(
+                ValueError, match=r"the mesh that was passed has the axes d=.* and that of `jax.set_mesh` d="
+            ):
+                call(RNG, X)
+
+
+def test_an_abstract_mesh_wants_one_that_is_set():
+    """It has no devices to place on."""
+    mesh = make_mesh((AUTO, AUTO))
+    placement = oxh.Placement(oxh.alternate("m"), mesh=mesh.abstract_mesh)
+    model = hk.transform(placement(linear()))
+    with pytest.raises(ValueError, match="there is no mesh to place parameters on"):
+        jax.jit(model.init)(RNG, X)
+    with jax.set_mesh(mesh):
+        assert_placed(jax.jit(model.init)(RNG, X)["linear"], mesh, {"w": P(None, "m"), "b": P()})
+        assert placement.abstract(model.init, RNG, X)["linear"]["w"].sharding == NamedSharding(mesh, P(None, "m"))
+
+
+def test_a_mesh_of_auto_axes_that_is_passed_counts_over_another_that_is_set():
+    """A constraint names its mesh."""
+    mesh = make_mesh((AUTO, AUTO), (1, 8))
+    model = hk.transform(oxh.Placement(oxh.alternate("m"), mesh=mesh)(linear()))
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        assert_placed(jax.jit(model.init)(RNG, X)["linear"], mesh, {"w": P(None, "m"), "b": P()})
+
+
+def test_a_passed_mesh_serves_within_shard_map():
+    """Where its axes are manual, there is nothing left to place."""
+    mesh = make_mesh((AUTO, AUTO))
+    model = hk.transform(oxh.Placement(oxh.alternate("m"), mesh=mesh)(linear()))
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init)(RNG, X)
+        mapped = jax.shard_map(
+            lambda params, x: model.apply(params, None, x), in_specs=(P(), P("d")), out_specs=P("d"), axis_names={"d"}
+        )
+        assert_near(jax.jit(mapped)(params, X), model.apply(params, None, X))
+
+
+def test_shardings_within_jit_are_on_the_abstract_mesh():
+    """JAX tells no other one there."""
+    placement = oxh.Placement(oxh.alternate("m"))
+    model = hk.transform(placement(linear()))
+    mesh, found = make_mesh((AUTO, AUTO)), []
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init)(RNG, X)
+        jax.jit(lambda params: found.append(placement.shardings(params)))(params)
+    assert found[0]["linear"]["w"] == NamedSharding(mesh.abstract_mesh, P(None, "m"))
 
 
 def test_shardings_are_of_what_has_been_accessed():
@@ -714,10 +949,108 @@ def test_shardings_are_of_arrays_with_their_shapes():
                 placement.shardings({"linear": {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}})
 
 
-def test_there_is_no_such_choice():
-    """Said when the placement is made."""
-    with pytest.raises(ValueError, match=r"indivisible must be one of \['error', 'replicate'\], not 'pad'"):
-        oxh.Placement(oxh.replicated, indivisible="pad")
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        pytest.param(
+            lambda: oxh.Placement(oxh.replicated, indivisible="pad"),
+            ValueError,
+            r"indivisible must be one of \['error', 'replicate'\], not 'pad'",
+            id="no such choice",
+        ),
+        pytest.param(lambda: oxh.Placement("m"), TypeError, "stored must be a rule, .*, not 'm'", id="an axis"),
+        pytest.param(
+            lambda: oxh.Placement(oxh.replicated, used=P()), TypeError, "used must be a rule", id="a spec to use by"
+        ),
+        pytest.param(
+            lambda: oxh.Placement(oxh.replicated, state=P()), TypeError, "state must be a rule", id="a spec of state"
+        ),
+        pytest.param(
+            lambda: oxh.by_name([("(w", P())]),
+            ValueError,
+            r"'\(w', which is no regular expression",
+            id="a bad expression",
+        ),
+        pytest.param(lambda: oxh.by_name({"w": P()}), ValueError, "by_name wants pairs .* not 'w'", id="a dict"),
+        pytest.param(lambda: oxh.by_name([("w", None)]), ValueError, "by_name wants pairs", id="no spec"),
+        pytest.param(
+            lambda: oxh.by_name([], unmatched="warn"),
+            ValueError,
+            "unmatched must be one of",
+            id="no such choice by name",
+        ),
+        pytest.param(
+            lambda: oxh.Placement(oxh.replicated)(hk.transform(mlp)),
+            TypeError,
+            r"hk.transform\(placement\(function\)\)",
+            id="the wrong way round",
+        ),
+        pytest.param(
+            lambda: oxh.Placement(oxh.replicated, mesh=make_mesh((AUTO, AUTO))).shardings((1, 2, 3)),
+            TypeError,
+            "parameters, or these and a state",
+            id="shardings of something else",
+        ),
+    ],
+)
+def test_what_is_no_choice_is_said_at_once(make, error, says):
+    """Not where the function is traced."""
+    with pytest.raises(error, match=says):
+        make()
+
+
+@pytest.mark.parametrize("said", [(None, "m"), "m", oxh.alternate("m")], ids=["a tuple", "an axis", "a rule"])
+def test_a_rule_gives_a_spec(said):
+    """Or the parameter is named."""
+    with (
+        jax.set_mesh(make_mesh((AUTO, AUTO))),
+        pytest.raises(TypeError, match=r"a rule must give a PartitionSpec or None, and gave .* for linear/w"),
+    ):
+        hk.transform(oxh.Placement(lambda parameter: said)(linear())).init(RNG, X)
+
+
+def test_an_axis_that_the_mesh_lacks_is_refused_by_every_rule():
+    """In the words of a spec that names it."""
+    for rule in (oxh.alternate("x"), oxh.largest_dimension("x")):
+        assert "names ['x'], and the mesh has the axes {'d': 2, 'm': 4}" in refusal(oxh.Placement(rule), linear())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        lambda rule: {"stored": rule},
+        lambda rule: {"stored": oxh.replicated, "used": rule},
+        lambda rule: {"stored": oxh.first_of(rule, oxh.alternate("m"))},
+    ],
+    ids=["stored", "used", "among others"],
+)
+def test_an_expression_that_is_found_in_no_name_is_refused(rules):
+    """A misspelt one would leave all as it was, silently; a rule for several models says that it is one."""
+    pairs = [("linear/w", P()), ("linaer/b", P("m"))]
+    refused = refusal(oxh.Placement(**rules(oxh.by_name(pairs))), linear())
+    assert refused.splitlines()[1:] == [
+        "  'linaer/b' is found in none of the names linear/w, linear/b; correct it, or pass unmatched=\"ignore\" to by_name"
+    ]
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        hk.transform(oxh.Placement(**rules(oxh.by_name(pairs, unmatched="ignore")))(linear())).init(RNG, X)
+
+
+def test_a_trace_that_fails_leaves_nothing():
+    """Neither one that is refused, nor one in which the model itself fails."""
+
+    def model(x: Any) -> Any:
+        hk.get_parameter("early", (4,), init=jnp.ones)
+        if x.shape[0] == 3:
+            raise ZeroDivisionError
+        return hk.Linear(8)(x)
+
+    placement = oxh.Placement(oxh.by_name([("linear/w", P("m", None)), ("b", P("d"))]))
+    with jax.set_mesh(make_mesh((AUTO, AUTO))):
+        for x, error in ((X[:3], ZeroDivisionError), (X[:, :7], ValueError)):
+            with pytest.raises(error):
+                hk.transform(placement(model)).init(RNG, x)
+            with pytest.raises(ValueError, match="has not been accessed"):
+                placement.shardings({"~": {"early": X[0, :4]}})
 
 
 def test_an_initializer_draws_the_keys_that_it_would():

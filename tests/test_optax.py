@@ -116,3 +116,17 @@ def test_parameters_have_to_be_on_one_mesh():
     params = {"a": make_params(AxisType.Auto), "b": make_params(AxisType.Auto, (4, 2))}
     with pytest.raises(ValueError, match="all on one mesh"):
         abstract_state(optax.adamw(1e-3), params)
+
+
+def test_what_has_no_layout_is_refused():
+    """An optimizer of all parameters in a row, which are split otherwise."""
+    with pytest.raises(
+        ValueError, match=r"what it makes of parameters has no one layout: .*\n  fix: restore it without"
+    ):
+        abstract_state(optax.flatten(optax.adam(1e-3)), make_params(AxisType.Auto))
+
+
+def test_what_is_wrong_with_an_optimizer_is_its_own_error():
+    """Not one of layouts."""
+    with pytest.raises(ZeroDivisionError):
+        abstract_state(optax.GradientTransformation(lambda params: 1 // 0, len), make_params(AxisType.Auto))

@@ -32,7 +32,7 @@ def fitting(name: str, shape: tuple[int, ...], spec: P, mesh: AnyMesh, indivisib
     if P.UNCONSTRAINED in spec.partitions or spec.unreduced or spec.reduced:
         raise Unfit(f"{what}: {spec} says more than where it lies; name the axes that split each dimension")
     if len(spec) > len(shape):
-        raise Unfit(f"{what}: {spec} is for {len(spec)} dimensions")
+        raise Unfit(f"{what}: {spec} is for {len(spec)} dimensions; of a stack of layers, give it for one layer")
     named = [axis for partition in spec.partitions for axis in _axes(partition)]
     if twice := sorted({axis for axis in named if named.count(axis) > 1}):
         raise Unfit(f"{what}: {spec} names {twice} more than once")
