@@ -87,6 +87,10 @@ def programs_of(page: str) -> list[Program]:
     return programs
 
 
+# As in pyproject.toml.
+OLD_FRAMEWORKS = r"jax\.core\.(DropVar|Effect|get_opaque_trace_state) is deprecated"
+
+
 def printed_by(blocks: Sequence[Block], path: pathlib.Path) -> list[str]:
     """Runs blocks as one program, and returns what each of them prints."""
     names = {"path": path}
@@ -96,7 +100,7 @@ def printed_by(blocks: Sequence[Block], path: pathlib.Path) -> list[str]:
         code = compile("\n" * (block.line - 1) + block.code, str(GUIDE), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", r"jax\.core\.", DeprecationWarning)  # as in pyproject.toml
+            warnings.filterwarnings("ignore", OLD_FRAMEWORKS, DeprecationWarning)
             exec(code, names)  # noqa: S102 - the page is ours
         printed.append(output.getvalue())
     return printed

@@ -757,6 +757,35 @@ def test_what_a_lifted_module_and_one_outside_have_in_common_holds_for_both():
     assert_near(result, plain.apply(jax.device_get(params), None, X))
 
 
+def test_state_that_is_lifted_by_one_name_is_left_as_it_lies():
+    """Where the rule says one thing of the one and another of the other, which `apply` cannot tell apart."""
+
+    def count(x: Any) -> Any:
+        counts = hk.get_state("counts", (8,), init=jnp.zeros)
+        hk.set_state("counts", counts + 1)
+        return x
+
+    def model(x: Any) -> Any:
+        inner = hk.transform_with_state(count)
+        for name in ("one", "two"):
+            init, updater = hk.lift_with_state(inner.init, name=name)
+            _, state = inner.apply(*init(None, x), None, x)
+            updater.update(state)
+        return x
+
+    mesh = make_mesh((EXPLICIT, EXPLICIT))
+    rule = oxh.by_name([("one/", P("d")), ("two/", P("m"))])
+    placed = hk.transform_with_state(oxh.Placement(oxh.replicated, state=rule)(model))
+    with jax.set_mesh(mesh):
+        params, state = jax.jit(placed.init)(RNG, X)
+        names = [name for name in state if name.startswith(("one/", "two/"))]
+        specs = {name: {"counts": P("d") if name.startswith("one/") else P("m")} for name in names}
+        assert len(names) == 2
+        assert_placed(state, mesh, specs)
+        _, state = jax.jit(placed.apply)(params, state, None, X)
+        assert_placed(state, mesh, specs)
+
+
 @on_both_kinds
 def test_an_initializer_may_use_other_parameters(kind):
     """And state; it is run as it is then."""

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec as P
 
-from orbax_explicit.integrations._laying_out import AnyMesh, Indivisible, Unfit, fitting
+from orbax_explicit._policy import Indivisible
+from orbax_explicit.integrations._laying_out import AnyMesh, Unfit, fitting
 from orbax_explicit.integrations._rules import Parameter, Rule, unmatched_expressions
 
 
@@ -81,34 +82,34 @@ class Decisions:
         for name, rule in (("stored" if not reshapes else "state", stored), ("used", used)):
             if rule is not None and not callable(rule):
                 raise TypeError(f"{name} must be a rule, such as alternate(axis), not {rule!r}")
-        self._stored = stored
-        self._used = used
-        self._reshapes = reshapes
-        self._parameters: dict[Name, Parameter] = {}
-        self._lifted: dict[Name, dict[Name, None]] = {}  # in order, each once
+        self.stored = stored
+        self.used = used
+        self.reshapes = reshapes
+        self.parameters: dict[Name, Parameter] = {}
+        self.lifted: dict[Name, dict[Name, None]] = {}  # in order, each once
         self._decided: dict[tuple[Name, tuple[int, ...], _Sizes], Decision] = {}
 
     def find(self, name: Name, shape: tuple[int, ...], mesh: AnyMesh) -> Decision | None:
         """What was decided of what `init` returns by this name; None of a name that has not been accessed."""
-        known = self._parameters.get(name)
+        known = self.parameters.get(name)
         if known is None:
             return None
-        return self._decision(name, dataclasses.replace(known, shape=shape) if self._reshapes else known, mesh)
+        return self.decision(name, dataclasses.replace(known, shape=shape) if self.reshapes else known, mesh)
 
     def access(self, *, is_init: bool) -> Access:
         """What one call of the function accesses."""
         return Access(self, is_init=is_init)
 
-    def _decision(self, name: Name, parameter: Parameter, mesh: AnyMesh) -> Decision:
-        """Asks the rules, if they have not been asked of this name, shape and mesh."""
+    def decision(self, name: Name, parameter: Parameter, mesh: AnyMesh) -> Decision:
+        """What the rules say, which are asked once of a name, a shape and a mesh."""
         sizes = tuple(mesh.shape.items())
         parameter = dataclasses.replace(parameter, axis_sizes=dict(sizes))
         key = (name, parameter.shape, sizes)
         known = self._decided.get(key)
         if known is not None and known.parameter == parameter:
             return known
-        stored = _said(self._stored, parameter)
-        used = _said(self._used, parameter) if self._used is not None else None
+        stored = _said(self.stored, parameter)
+        used = _said(self.used, parameter) if self.used is not None else None
         stored = P() if stored is None else stored
         decision = Decision(parameter=parameter, stored=stored, used=stored if used is None else used)
         self._decided[key] = decision
@@ -121,8 +122,9 @@ class Access:
     def __init__(self, decisions: Decisions, *, is_init: bool) -> None:
         self._of = decisions
         self._is_init = is_init
-        self._parameters = {} if is_init else dict(decisions._parameters)
-        self._lifted: dict[Name, dict[Name, None]] = {} if is_init else decisions._lifted
+        self._parameters = {} if is_init else dict(decisions.parameters)
+        self._lifted: dict[Name, dict[Name, None]] = {} if is_init else decisions.lifted
+        self._matrices = sum(parameter.is_matrix for parameter in self._parameters.values())
 
     def decide(
         self, name: Name, shape: tuple[int, ...], dtype: Any, mesh: AnyMesh, *, is_whole_name: bool
@@ -148,23 +150,24 @@ class Access:
             self._add(name, shape, dtype)
             known = [name.in_tree]
         parameters = {each: self._parameters[each] for each in known}
-        if self._of._reshapes:
+        if self._of.reshapes:
             parameters = {each: dataclasses.replace(known, shape=shape) for each, known in parameters.items()}
         same = {each: parameter for each, parameter in parameters.items() if parameter.shape == shape}
         if not same:
             raise Unfit(self._other_shape(name, shape, next(iter(parameters.values())).shape))
-        return tuple(self._of._decision(each, parameter, mesh) for each, parameter in same.items())
+        return tuple(self._of.decision(each, parameter, mesh) for each, parameter in same.items())
 
     def _add(self, name: Name, shape: tuple[int, ...], dtype: Any) -> None:
-        before = self._parameters.values()
-        self._parameters[name.in_tree] = Parameter(
+        parameter = Parameter(
             name=name.text,
             shape=shape,
             dtype=dtype,
-            index=len(before),
-            matrix_index=sum(parameter.is_matrix for parameter in before),
-            axis_sizes={},
+            index=len(self._parameters),
+            matrix_index=self._matrices,
+            axis_sizes={},  # Those of the mesh, when the rules are asked.
         )
+        self._parameters[name.in_tree] = parameter
+        self._matrices += parameter.is_matrix
         if name.prefix:
             self._lifted.setdefault(name._replace(prefix=""), {})[name.in_tree] = None
 
@@ -187,16 +190,16 @@ class Access:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return [
             f'{expression!r} is found in none of the names {shown}; correct it, or pass unmatched="ignore" to by_name'
-            for rule in (self._of._stored, self._of._used)
+            for rule in (self._of.stored, self._of.used)
             if rule is not None
             for expression in unmatched_expressions(rule, names)
         ]
 
     def keep(self) -> None:
         """Has later calls know what this one has accessed."""
-        self._of._parameters.update(self._parameters)
+        self._of.parameters.update(self._parameters)
         for within, lifted in self._lifted.items():
-            self._of._lifted.setdefault(within, {}).update(lifted)
+            self._of.lifted.setdefault(within, {}).update(lifted)
 
 
 def _said(rule: Rule, parameter: Parameter) -> P | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
+from orbax_explicit._policy import Indivisible
+from orbax_explicit._records import partition_axes
 
-Indivisible: TypeAlias = Literal["error", "replicate"]
-"""What becomes of a dimension that the size of its axes does not divide."""
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 class Unfit(Exception):
@@ -33,12 +33,12 @@ def fitting(name: str, shape: tuple[int, ...], spec: P, mesh: AnyMesh, indivisib
         raise Unfit(f"{what}: {spec} says more than where it lies; name the axes that split each dimension")
     if len(spec) > len(shape):
         raise Unfit(f"{what}: {spec} is for {len(spec)} dimensions; of a stack of layers, give it for one layer")
-    named = [axis for partition in spec.partitions for axis in _axes(partition)]
+    named = [axis for partition in spec.partitions for axis in partition_axes(partition)]
     if twice := sorted({axis for axis in named if named.count(axis) > 1}):
         raise Unfit(f"{what}: {spec} names {twice} more than once")
     partitions = []
     for length, partition in zip(shape, spec, strict=False):
-        axes = _axes(partition)
+        axes = partition_axes(partition)
         if absent := [axis for axis in axes if axis not in sizes]:
             raise Unfit(f"{what}: {spec} names {absent}, and the mesh has the axes {sizes}")
         if len({kinds[axis] for axis in axes}) > 1:
@@ -55,13 +55,6 @@ def fitting(name: str, shape: tuple[int, ...], spec: P, mesh: AnyMesh, indivisib
     return P(*partitions)
 
 
-def _axes(partition: Any) -> tuple[str, ...]:
-    """The axes that split one dimension."""
-    if partition is None:
-        return ()
-    return (partition,) if isinstance(partition, str) else tuple(partition)
-
-
 def axes_of(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     """The axes of this type."""
     return tuple(axis for axis, each in zip(mesh.axis_names, mesh.axis_types, strict=True) if each == kind)
@@ -69,7 +62,7 @@ def axes_of(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
 
 def only(spec: P, axes: Collection[str]) -> P:
     """The spec as far as it names these axes."""
-    kept = (tuple(axis for axis in _axes(partition) if axis in axes) for partition in spec)
+    kept = (tuple(axis for axis in partition_axes(partition) if axis in axes) for partition in spec)
     return P(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept))
 
 

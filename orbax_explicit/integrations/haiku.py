@@ -28,8 +28,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from orbax_explicit._policy import Indivisible
 from orbax_explicit.integrations._decisions import Access, Decision, Decisions, Name
-from orbax_explicit.integrations._laying_out import AnyMesh, Indivisible, Unfit, axes_of, behind, lay_out, only
+from orbax_explicit.integrations._laying_out import AnyMesh, Unfit, axes_of, behind, lay_out, only
 from orbax_explicit.integrations._rules import (
     Parameter,
     Rule,
@@ -83,7 +84,7 @@ class Placement:
         indivisible: Indivisible = "error",
     ) -> None:
         if indivisible not in get_args(Indivisible):
-            raise ValueError(f"indivisible must be one of {list(get_args(Indivisible))}, not {indivisible!r}")
+            raise ValueError(f"indivisible must be one of {sorted(get_args(Indivisible))}, not {indivisible!r}")
         self._mesh = mesh
         self._indivisible = indivisible
         self._params = Decisions(stored, used)
@@ -240,17 +241,17 @@ class _Placing:
         self, next_creator: Callable[..., Any], shape: Any, dtype: Any, init: Any, context: hk.GetterContext
     ) -> Any:
         decisions = self._decide(self._params, context, context.original_shape, context.original_dtype)
-        specs = [self._fitting(decision, decision.stored) for decision in decisions]
-        if not specs:
+        if not decisions:
             return next_creator(shape, dtype, init)
-        value = next_creator(shape, dtype, functools.partial(self._initialize, init, specs[0]))
-        return self._lay_out(value, decisions[0], specs[0])
+        (decision,) = decisions  # An `init` knows the whole name.
+        spec = self._fitting(decision, decision.stored)
+        value = next_creator(shape, dtype, functools.partial(self._initialize, init, spec))
+        return self._lay_out(value, decision, spec)
 
     def _get_parameter(self, next_getter: Callable[..., Any], value: Any, context: hk.GetterContext) -> Any:
         decisions = self._decide(self._params, context, context.original_shape, context.original_dtype)
-        # What of the two several that go by one name have in common.
-        stored, used = {decision.stored for decision in decisions}, {decision.used for decision in decisions}
-        for spec in dict.fromkeys((*(stored if len(stored) == 1 else ()), *(used if len(used) == 1 else ()))):
+        stored, used = (decision.stored for decision in decisions), (decision.used for decision in decisions)
+        for spec in dict.fromkeys((*_agreed(stored), *_agreed(used))):
             value = self._lay_out(value, decisions[0], self._fitting(decisions[0], spec))
         return next_getter(value)
 
@@ -267,9 +268,9 @@ class _Placing:
 
     def _lay_out_state(self, value: Any, context: hk.GetterContext | hk.SetterContext) -> Any:
         def lay_out(keypath: Any, leaf: Any) -> Any:
-            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-            for decision in self._decide(self._state, context, shape, dtype, keypath):
-                return self._lay_out(leaf, decision, self._fitting(decision, decision.stored))
+            decisions = self._decide(self._state, context, jnp.shape(leaf), jnp.result_type(leaf), keypath)
+            for spec in _agreed(decision.stored for decision in decisions):
+                leaf = self._lay_out(leaf, decisions[0], self._fitting(decisions[0], spec))
             return leaf
 
         return jax.tree_util.tree_map_with_path(lay_out, value)
@@ -341,6 +342,12 @@ class _NotAloneError(Exception):
     """An initializer uses what else is in the model."""
 
 
+def _agreed(specs: Iterable[P]) -> tuple[P, ...]:
+    """The spec, where all that go by one name agree on it."""
+    distinct = set(specs)
+    return tuple(distinct) if len(distinct) == 1 else ()
+
+
 def _listed(problems: Iterable[str]) -> str:
     return "\n".join(["cannot place what Haiku makes:", *(f"  {problem}" for problem in problems)])
 
@@ -363,7 +370,7 @@ def _concrete(mesh: AnyMesh) -> AnyMesh:
 
 def _is_like(passed: AnyMesh, present: AnyMesh) -> bool:
     """Whether they have the same axes, but for those that are manual where the function is traced."""
-    kinds = zip(passed.axis_types, present.axis_types, strict=False)
+    kinds = zip(passed.axis_types, present.axis_types, strict=True)
     return passed.shape == present.shape and all(other in (one, AxisType.Manual) for one, other in kinds)
 
 
